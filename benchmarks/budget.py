@@ -25,7 +25,7 @@ import pinfeed
 from benchmarks.environment import environment, save
 from benchmarks.zoo import MORE, ZOO, Case
 from pinfeed.memory.host import resident_bytes
-from pinfeed.training.memory_model.cuda_step import clear_workspaces
+from pinfeed.training.memory_model.cuda_memory import clear_workspaces
 
 LIMIT = pinfeed.GiB(1)
 

@@ -11,7 +11,7 @@ import torch
 
 import pinfeed
 from benchmarks.rowcupy import mapped
-from pinfeed.devices.cuda_module import External
+from pinfeed.devices.kernels import External
 
 N_ROWS = 131_072
 DIM = 128

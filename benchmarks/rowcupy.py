@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import pinfeed
 from benchmarks.rowcells import LR, Body, RowCell, start
-from pinfeed.devices.cuda_module import External
+from pinfeed.devices.kernels import External
 
 
 def mapped(table: torch.Tensor) -> tuple[pinfeed.PinnedStore, Any]:

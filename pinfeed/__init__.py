@@ -52,9 +52,9 @@ from pinfeed.stores import (
     ZarrStore,
 )
 from pinfeed.stores.concat import concat, source_ids
-from pinfeed.validation import log_output
+from pinfeed.validation.safe_repr import install_log_output
 
-log_output.install()
+install_log_output()
 
 if TYPE_CHECKING:
     from pinfeed import checkpoint as checkpoint

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.nn
 
 import pinfeed
-from pinfeed.training.distributed import process_groups
+from pinfeed.training.distributed import rank_loop
 
 # The event loop of zarr lives as long as the process, so it begins before any test.
 with contextlib.suppress(ImportError):
@@ -67,7 +67,7 @@ def examples(name: str) -> list[doctest.DocTest]:
 def sharded_examples() -> Iterator[None]:
     """Drop the process groups that pinfeed made for sharded tables."""
     yield
-    process_groups._rank_groups.clear()
+    rank_loop._rank_groups.clear()
 
 
 @pytest.mark.usefixtures("sharded_examples")

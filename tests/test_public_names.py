@@ -12,7 +12,7 @@ from support.programs import Programs
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed import Config, Feeder, devices, wrap_loader
+from pinfeed import Config, Feeder, wrap_loader
 
 
 def run(program: str) -> str:
@@ -109,10 +109,6 @@ def test_names_of_former_modules_are_unknown(name: str) -> None:
 def test_there_is_one_name_for_flushing_writes(kind: type) -> None:
     assert hasattr(kind, "flush_writes")
     assert not hasattr(kind, "land")
-
-
-def test_dir_of_devices_has_those_that_load_torch() -> None:
-    assert set(devices.__all__) <= set(dir(devices))
 
 
 def test_dir_of_a_wrapped_loader_has_what_it_asks_the_loader_for() -> None:

@@ -13,7 +13,7 @@ import pinfeed
 from benchmarks import budget
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.zoo import ZOO
-from pinfeed.training.memory_model.cuda_step import clear_workspaces
+from pinfeed.training.memory_model.cuda_memory import clear_workspaces
 
 _MORE_SIZES = {"LSTM": (256,)}
 _N_STEPS = 3

@@ -16,7 +16,7 @@ from pinfeed.errors import PinfeedError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.units import human, human_rate
 from pinfeed.stores.paths import has_protocol
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 
 def doctor(file: str | None) -> Report:

@@ -12,7 +12,7 @@ from pinfeed.cli.report import Report, in_words, table
 from pinfeed.errors import PinfeedError, StoreError
 from pinfeed.memory.units import human
 from pinfeed.stores.paths import has_protocol
-from pinfeed.validation.wrapping import wrapped
+from pinfeed.validation.safe_repr import wrapped
 
 _CALLS = {
     "npy": "NpyStore(path) or the path itself reads a .npy file",

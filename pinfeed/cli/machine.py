@@ -12,7 +12,7 @@ from typing import Any
 from pinfeed.errors import DeviceError, MissingDependency
 from pinfeed.memory.host import core_quota, free_host_bytes, host_limits, lock_limit
 from pinfeed.native.library import why_not
-from pinfeed.validation.requirements import REQUIREMENTS
+from pinfeed.validation.suggestions import REQUIREMENTS
 
 
 def host_values(cuda: str | None) -> dict[str, Any]:

@@ -14,17 +14,17 @@ import numpy as np
 
 from pinfeed.cli.kinds import kind_of, split_name
 from pinfeed.errors import StoreError
-from pinfeed.stores.hdf5 import HDF5Store, hdf5_root
+from pinfeed.stores.hdf5 import HDF5Store, hdf5_group
+from pinfeed.stores.layouts import list_tensors
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.parquet_columns import OneColumn
 from pinfeed.stores.parquet_shards import open_shards, pyarrow_errors
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.safetensors import list_tensors
 from pinfeed.stores.sparse import SparseStore
 from pinfeed.stores.sparse_sources import is_matrix
-from pinfeed.stores.zarr import ZarrStore, zarr_root
+from pinfeed.stores.zarr import ZarrStore, zarr_group
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ def _columns(path: str, name: str | None) -> list[Part]:
 
 def _arrays(path: str, kind: str, name: str | None) -> list[Part]:
     """List the arrays and sparse matrices of an HDF5 or Zarr file."""
-    root: Any = (hdf5_root if kind == "hdf5" else zarr_root)(path)
+    opened: Any = (hdf5_group if kind == "hdf5" else zarr_group)(path)
     found: list[Part] = []
-    with root as parent:
+    with opened as (parent, _):
         item = parent
         # A Zarr array has nothing inside.
         if name is not None:

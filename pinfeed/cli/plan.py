@@ -17,7 +17,7 @@ from pinfeed.memory.units import human
 from pinfeed.rows.orders import block_shuffled
 from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.validation.wrapping import wrapped
+from pinfeed.validation.safe_repr import wrapped
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 1024

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +14,7 @@ from pinfeed.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-    from pinfeed.devices.cpu import HostDevice
-    from pinfeed.devices.cuda import CudaDevice
-
-__all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "is_cpu", "resolve"]
-__all__ += ["torch_device"]
-
-
-def __getattr__(name: str) -> Any:
-    """Return ``HostDevice`` or ``CudaDevice``, which load torch."""
-    modules = {"CudaDevice": "pinfeed.devices.cuda", "HostDevice": "pinfeed.devices.cpu"}
-    if name in modules:
-        return getattr(importlib.import_module(modules[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__ = ["Device", "Event", "Stream", "is_cpu", "resolve", "torch_device"]
 
 
 def resolve(device: Any, *, n_spare: int) -> Device:

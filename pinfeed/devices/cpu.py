@@ -17,14 +17,13 @@ import torch
 
 from pinfeed.devices.device import RowCopy
 from pinfeed.errors import ArgumentError, DeviceError
-from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.pages import Bytes, huge
+from pinfeed.memory.pages import BufferPool, Bytes, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
-from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, is_dense, memory_of, to_torch
 from pinfeed.threads.pool import ThreadPool
 
 # torch uses several threads for copies of more bytes.
@@ -182,11 +181,7 @@ class HostDevice:
         """Do nothing, because there is only one stream."""
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.layout is not torch.strided
-            or value.is_nested
-        ):
+        if not is_dense(value):
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device.type == "cpu"
 

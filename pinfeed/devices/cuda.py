@@ -20,13 +20,16 @@ from pinfeed.devices.cuda_streams import CudaClock, CudaStream, queued_in, take_
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
-from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
-from pinfeed.memory.pages import Bytes
+from pinfeed.memory.pages import BufferPool, Bytes
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
-from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, TORCH, is_dense, to_torch
 from pinfeed.threads.pool import ThreadPool
+
+# Priority of the side streams. It is higher than that of the model, so that small kernels that move
+# rows start before further blocks of the model's kernels.
+_PRIORITY = -1
 
 
 def check_gpu(index: int | None) -> int:
@@ -61,8 +64,6 @@ class CudaDevice(DirectAccess):
     Args:
         index: Number of the GPU; None for torch's current one.
         n_spare: Free staging buffers that are kept for reuse.
-        priority: Priority of the side streams; 0 is that of the model. With -1, a higher one, small
-            kernels that move rows start before further blocks of the model's kernels.
 
     Raises:
         DeviceError: If the GPU does not exist, or torch cannot use it.
@@ -70,16 +71,12 @@ class CudaDevice(DirectAccess):
 
     unified = False
 
-    def __init__(self, index: int | None = None, *, n_spare: int = 4, priority: int = -1) -> None:
+    def __init__(self, index: int | None = None, *, n_spare: int = 4) -> None:
         index = check_gpu(index)
         super().__init__(index)
         self.name = f"cuda:{index}"
         self._staging = BufferPool(n_spare, functools.partial(staging_memory, self._device))
-        self._priority = priority
         self._side: torch.cuda.Stream | None = None
-
-    def _same_gpu(self) -> CudaDevice:
-        return CudaDevice(self._index, priority=self._priority)
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         why = super().choose_route(stores, n_rows, wanted)
@@ -94,7 +91,7 @@ class CudaDevice(DirectAccess):
         is_of_rows = name not in ("index", "transform")
         if is_of_rows and not self.route.duplex and self._side is not None:
             return CudaStream(self._side, self)
-        stream = torch.cuda.Stream(self._device, self._priority)
+        stream = torch.cuda.Stream(self._device, _PRIORITY)
         if is_of_rows:
             self._side = stream
         return CudaStream(stream, self)
@@ -170,11 +167,7 @@ class CudaDevice(DirectAccess):
             tensor.record_stream(stream.raw)
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.layout is not torch.strided
-            or value.is_nested
-        ):
+        if not is_dense(value):
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device == self._device
 
@@ -209,8 +202,7 @@ class CudaDevice(DirectAccess):
 def _is_plain(value: Any) -> bool:
     return (
         type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and not value.is_nested
+        and is_dense(value)
         and value.is_contiguous()
         and value.device.type == "cpu"
         and value.dtype in NUMPY

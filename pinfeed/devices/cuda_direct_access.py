@@ -61,10 +61,6 @@ class DirectAccess:
         """Queue a copy, like ``Device.copy``."""
         raise NotImplementedError
 
-    def _same_gpu(self) -> Any:
-        """Return another device object of the same GPU."""
-        raise NotImplementedError
-
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         reached = [store for store in stores if self.can_reach(store)]
         if wanted == "direct" and len(reached) < len(stores):
@@ -266,8 +262,9 @@ def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows:
     )
 
     def measured() -> Rates:
-        with contextlib.closing(device._same_gpu()) as apart:
-            # Measured with a separate device object, because other feeders may use this one.
+        # Measured with a separate device object, because other feeders may use this one.
+        same_gpu: Any = type(device)(device._index)
+        with contextlib.closing(same_gpu) as apart:
             return measure(apart, stores, 1 << batch, MatrixProducts(device._device))
 
     return cached_rates(key, measured)

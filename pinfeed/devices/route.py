@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pinfeed.devices.kernels import THICK, THIN, Grid
+from pinfeed.devices.kernels import THIN, Grid
 from pinfeed.memory.units import human_rate
 
 # Times that differ by less count as equal. The route that uses less of the machine then wins: fewer
@@ -188,34 +188,15 @@ def _entry(rates: Rates) -> dict[str, Any]:
 def _parsed(entry: Any) -> Rates | None:
     """Return the rates of an entry of the file, or None if it is damaged or missing."""
     try:
-        rates = Rates(
-            kernel={_grid(*grid): _timing(timing) for grid, timing in entry["kernel"]},
-            copy_engine=None if entry["copy_engine"] is None else _timing(entry["copy_engine"]),
-            staged=_timing(entry["staged"]),
-            products_s=_finite(entry["products_s"]),
-            both=_finite(entry["both"]),
-            in_turn=_finite(entry["in_turn"]),
+        engine = entry["copy_engine"]
+        return Rates(
+            {Grid(*grid): Timing(**timing) for grid, timing in entry["kernel"]},
+            None if engine is None else Timing(**engine),
+            Timing(**entry["staged"]),
+            *(float(entry[name]) for name in ("products_s", "both", "in_turn")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError):
         return None
-    return rates if rates.kernel else None
-
-
-def _grid(n_blocks: Any, n_threads: Any) -> Grid:
-    if n_threads not in (THICK, THIN):
-        raise ValueError(f"no kernel has blocks of {n_threads!r} threads")
-    return Grid(int(n_blocks), n_threads)
-
-
-def _timing(entry: Any) -> Timing:
-    return Timing(_finite(entry["rate"]), _finite(entry["joint_s"]))
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} is not a measured number")
-    return number
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.cuda_module import CudaModule
 from pinfeed.devices.device import RowCopy
-from pinfeed.devices.kernels import word_width
+from pinfeed.devices.kernels import CudaModule, word_width
 from pinfeed.errors import described
 
 logger = logging.getLogger("pinfeed")

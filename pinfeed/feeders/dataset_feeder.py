@@ -12,8 +12,7 @@ from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.hints import SAMPLE_HINTS
 from pinfeed.feeders.memory_trials import SamplePlanner
 from pinfeed.feeders.row_selection import RowSelection
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
-from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms

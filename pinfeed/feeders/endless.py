@@ -117,5 +117,6 @@ class ResumableEndless(Endless[T_co]):
         Args:
             state: Return value of ``state_dict``.
         """
-        self.close()
+        # If the feeder refuses the state, the running epoch continues.
         self._feeder.load_state_dict(state)
+        self.close()

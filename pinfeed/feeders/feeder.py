@@ -15,8 +15,7 @@ from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
 from pinfeed.feeders.memory_trials import measure_transforms
 from pinfeed.feeders.row_selection import RowSelection
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
-from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth, n_held
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch

@@ -11,7 +11,7 @@ from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
 from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
-from pinfeed.memory.depth import check_depth
+from pinfeed.memory.limits import check_depth
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader

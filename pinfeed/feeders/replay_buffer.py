@@ -11,14 +11,8 @@ import numpy as np
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.replay_feeder import ReplayFeeder, ReplaySource
-from pinfeed.memory.depth import check_depth
-from pinfeed.rows.replay_draws import (
-    Generator,
-    PrioritizedDraws,
-    UniformDraws,
-    generator_state,
-    set_generator_state,
-)
+from pinfeed.memory.limits import check_depth
+from pinfeed.rows.replay_draws import Generator, PrioritizedDraws, UniformDraws
 from pinfeed.stores.ring_layout import RingLayout, checked_parts
 from pinfeed.stores.transition_ring import Draw, TransitionRing
 from pinfeed.validation.arguments import (
@@ -295,6 +289,7 @@ class ReplayBuffer:
         are not a part of the state: a resumed loop draws others in their place. With ``depth=0``, a
         resumed loop has the batches that the loop would have had.
         """
+        from pinfeed.tensors import rng_state
         from pinfeed.tensors.numpy_torch import to_torch
 
         ring = self._ring
@@ -308,7 +303,7 @@ class ReplayBuffer:
                     name: (to_torch(numbers.copy()), to_torch(frames), first)
                     for name, (numbers, frames, first) in rings.items()
                 },
-                "generator": generator_state(self._draws.generator),
+                "generator": rng_state.state_of(self._draws.generator),
             }
             if isinstance(self._draws, PrioritizedDraws):
                 found = self._draws.state()
@@ -325,6 +320,7 @@ class ReplayBuffer:
             ArgumentError: If ``state`` belongs to a buffer with other parts, another capacity, or
                 other draws. Nothing has changed then.
         """
+        from pinfeed.tensors import rng_state
         from pinfeed.tensors.numpy_torch import memory_of
 
         ring = self._ring
@@ -342,7 +338,7 @@ class ReplayBuffer:
             for name, (numbers, of_ring, first) in state["frames"].items()
         }
         with ring.changed:
-            set_generator_state(self._draws.generator, state["generator"])
+            rng_state.set_state(self._draws.generator, state["generator"])
             ring.load(n_added, parts, frames)
             if isinstance(self._draws, PrioritizedDraws):
                 draws = state["draws"]

@@ -17,8 +17,7 @@ from pinfeed.feeders.loader_feeder import (
     LoaderFeeder,
     StatefulLoaderFeeder,
 )
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
-from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples

@@ -9,8 +9,7 @@ from typing import Literal
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import safe_repr
-from pinfeed.validation.wrapping import wrapped
+from pinfeed.validation.safe_repr import safe_repr, wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
@@ -106,21 +105,6 @@ class Plan:
     n_transform_threads: int = 1
 
     @property
-    def depth_in_words(self) -> str:
-        """The depth, such as ``depth=2``, and the threads that call ``host_transform``."""
-        text = f"depth={self.depth}"
-        if self.n_transform_threads > 1:
-            text += f", host_transform in {self.n_transform_threads} threads"
-        return text
-
-    @property
-    def route_in_words(self) -> str:
-        """The route of the rows; empty for direct reads into batches of unknown size."""
-        if self.route == "staged" or self.device_bytes:
-            return f"{self.route} route"
-        return "rows are copied straight into each batch" if self.batch_size else ""
-
-    @property
     def n_slots(self) -> int:
         """Batches that can be transferred to the device at the same time."""
         return self.depth + 1
@@ -157,14 +141,10 @@ class Plan:
         return str(self)
 
     def __str__(self) -> str:
-        size = f"up to {self.batch_size} rows"
-        if not self.batch_size:
-            size = "unknown size, whose memory is not counted"
-        head = filter(None, (f"batches of {size}", self.depth_in_words, self.route_in_words))
         host = f"host memory: {_with_limit(self.host_bytes, self.cpu_memory_limit)}"
         if self.pinned_bytes:
             host += f", {human(self.pinned_bytes)} of it page-locked (pinned)"
-        lines = [", ".join(head), host]
+        lines = [self._batches_in_words, host]
         if self.page_cache_bytes:
             text = "of mapped files, which the kernel may drop and all processes share"
             lines.append(f"OS page cache: {human(self.page_cache_bytes)} {text}")
@@ -175,6 +155,21 @@ class Plan:
             for item in joined(self.items)
         ]
         return "\n".join(wrapped(line, rest=_REST) for line in [*lines, *self.notes])
+
+    @property
+    def _batches_in_words(self) -> str:
+        """The size of the batches, the depth and the route, in one line."""
+        size = f"up to {self.batch_size} rows"
+        if not self.batch_size:
+            size = "unknown size, whose memory is not counted"
+        head = [f"batches of {size}", f"depth={self.depth}"]
+        if self.n_transform_threads > 1:
+            head.append(f"host_transform in {self.n_transform_threads} threads")
+        if self.route == "staged" or self.device_bytes:
+            head.append(f"{self.route} route")
+        elif self.batch_size:
+            head.append("rows are copied straight into each batch")
+        return ", ".join(head)
 
 
 def _with_limit(nbytes: int, limit: int | None) -> str:

@@ -15,12 +15,11 @@ FLAGS = "-std=c11 -O3 -Wall -Wextra -Werror=implicit -fPIC -fvisibility=hidden -
 LIBRARY = Path(__file__).with_name("libpinfeed.so.1")
 
 
-def compile_library(library: Path = LIBRARY, compiler: str | None = None) -> None:
-    """Compile the C files of this folder into a library.
+def compile_library(library: Path = LIBRARY) -> None:
+    """Compile the C files of this folder with the command in the variable ``CC``, or with ``cc``.
 
     Args:
         library: The library, which is replaced as a whole.
-        compiler: Command of the compiler; by default the environment variable ``CC``, or ``cc``.
 
     Raises:
         OSError: If there is no such compiler.
@@ -31,7 +30,7 @@ def compile_library(library: Path = LIBRARY, compiler: str | None = None) -> Non
     sources = sorted(map(str, Path(__file__).parent.glob("*.c")))
     partial = library.with_name(f"{library.name}.{os.getpid()}")
     try:
-        command = shlex.split(compiler or os.environ.get("CC", "cc"))
+        command = shlex.split(os.environ.get("CC", "cc"))
         subprocess.run([*command, *FLAGS.split(), *sources, "-o", str(partial)], check=True)
         partial.replace(library)
     finally:

@@ -95,7 +95,7 @@ void pf_crew_start(struct pf_crew *crew, int n_threads);
 uint32_t pf_crew_submit(struct pf_crew *crew, const int64_t *rows, int64_t first, int64_t n,
                         char *const *outs);
 
-/* Waits for a job, and copies pieces of it meanwhile.
+/* Waits for a job, and copies pieces of it while other threads copy the rest.
  *
  * times: receives the times at which its first piece began, and its last piece ended, in seconds of
  *     CLOCK_MONOTONIC

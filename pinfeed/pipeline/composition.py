@@ -80,13 +80,12 @@ def make_loop(
         continuous: Whether the loop may read the next epoch before it ends this one.
     """
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
-        memory_rows = None
-        if not schedule.has_writer and isinstance(source.batches, OrderBatches):
-            memory_rows = source.memory_rows()
+        may_have_crew = not schedule.has_writer and isinstance(source.batches, OrderBatches)
+        memory_rows = source.memory_rows() if may_have_crew else None
         if memory_rows is not None:
             return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
-        continuous = continuous and not _may_have_crew(source, schedule)
+        continuous = continuous and not (may_have_crew and source.may_be_in_memory)
     parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
 
@@ -119,11 +118,11 @@ def _fill_parts(
     thunks = _in_context(opened, source, thunks)
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
     opened.callback(draws.close)
-    filler: Filler
+    filler = Filler(mover, draws, moves.fill, first, schedule)
+    lend = moves.lend
     if transforms:
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
-    else:
-        filler = Filler(mover, draws, moves.fill, first, schedule)
+        lend = functools.partial(_lend_transformed, mover.counters, lend)
     parts = FillParts(
         mover=mover,
         draws=draws,
@@ -131,9 +130,9 @@ def _fill_parts(
         first=first,
         schedule=schedule,
         fill=filler.fill,
-        fill_now=filler.fill,
-        lend=moves.lend,
-        stop=functools.partial(_stop, source, mover.stop),
+        context=filler.context,
+        lend=lend,
+        stop=functools.partial(_stop, source, filler.stop),
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         writer=writer,
@@ -141,9 +140,6 @@ def _fill_parts(
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
-    if isinstance(filler, TransformingFiller):
-        parts.stop = functools.partial(_stop, source, filler.stop)
-        parts.lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
     _fill_by(parts, filler, transforms, first)
     if mover.counters.timeline is not None and not mover.device.unified:
         _name_calls_of_loop(parts)
@@ -165,17 +161,13 @@ def _fill_by(
         turn: Number of the call for this batch.
     """
     timeline = parts.mover.counters.timeline
-    fill: Fill = filler.fill
+    parts.fill = filler.fill
     if timeline is not None:
-        fill = functools.partial(_fill_recorded, timeline, fill)
-    parts.fill = parts.fill_now = fill
+        parts.fill = functools.partial(_fill_recorded, timeline, filler.fill)
     if isinstance(filler, TransformingFiller):
-        parts.fill_now = functools.partial(filler.fill_now, fill)
         _add_transforms(parts, filler, transforms)
     if timeline is not None and not parts.mover.device.unified:
         _name_calls(parts, first, turn)
-    if parts.reserve is not None:
-        parts.fill_now = functools.partial(_reserve_and_fill, parts.reserve, parts.fill_now)
 
 
 def _fill_epoch(
@@ -215,15 +207,6 @@ def _recorded_for(timeline: Timeline, loop: int, fn: Callable[..., Any], *args: 
     finally:
         # For the same reason as in call_named.
         del fn, args
-
-
-def _may_have_crew(source: RowSource, schedule: PrefetchSchedule) -> bool:
-    """Return whether a crew may copy the rows of a later loop."""
-    return (
-        not schedule.has_writer
-        and isinstance(source.batches, OrderBatches)
-        and source.may_be_in_memory
-    )
 
 
 def _add_transforms(
@@ -307,13 +290,6 @@ def _close(source: Source, opened: contextlib.ExitStack, n_requested: int) -> No
     source.rewind(n_requested)
 
 
-def _reserve_and_fill(
-    reserve: Callable[[Slot], object], fill_now: Fill, slot: Slot, turn: int
-) -> Slot | None:
-    reserve(slot)
-    return fill_now(slot, turn)
-
-
 def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[Tensor]]:
     """Lend a slot, and count the time of its transforms."""
     counters.counts.host_transform_s += slot.host_transform_s
@@ -353,7 +329,6 @@ def _name_calls(parts: FillParts, first: int, first_turn: int) -> None:
         return first + (turn - first_turn) * step
 
     parts.fill = named("read", of_turn, parts.fill)
-    parts.fill_now = named("read", of_turn, parts.fill_now)
     if parts.transform is not None:
         parts.transform = named("transform", _of_slot, parts.transform)
     if parts.transform_on_device is not None:

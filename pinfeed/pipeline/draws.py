@@ -20,7 +20,7 @@ from pinfeed.pipeline.sources.source import BatchThunk, Cancelled, HostBatch
 from pinfeed.pipeline.sources.user_calls import BatchTransform
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.writer import Writer
-from pinfeed.threads.turns import Turns
+from pinfeed.threads.pool import Turns
 
 Mover = Transfer | HostTransfer
 """Moves the batches of one loop at a time to a device, in slots."""

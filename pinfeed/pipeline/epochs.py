@@ -81,8 +81,6 @@ class EpochRunner:
         self.source = source
         self._continuous = continuous
         self._schedule = schedule
-        # Number of batches that the running or the last loop prefetches.
-        self._depth = schedule.depth
         self._progress = progress
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
@@ -125,7 +123,7 @@ class EpochRunner:
 
     def __str__(self) -> str:
         """Describe the depth and whether the runner is closed, for the ``repr`` of a feeder."""
-        return f"depth={self._depth}{', closed' if self._closed else ''}"
+        return f"depth={self._counters.counts.depth}{', closed' if self._closed else ''}"
 
     @property
     def stats(self) -> FeederStats:
@@ -179,7 +177,6 @@ class EpochRunner:
             self._raise_failure()
             begin()
             schedule = schedule or self._schedule
-            self._depth = schedule.depth
             batches = through(self._run(lend, schedule, begin))
             self._active, generator = ActiveRun.begin(batches)
             return ContinuingIterator(generator) if keeps_errors else generator

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.pipeline.draws import BatchDraws, Mover
@@ -42,6 +44,14 @@ class Filler:
         self._make = draws.make
         self._first = first
         self._batches_per_slot = schedule.batches_per_slot
+
+    def stop(self) -> None:
+        """End every fill at its next step, because the loop has ended. Any thread may call this."""
+        self._mover.stop()
+
+    def context(self) -> AbstractContextManager[object]:
+        """Return a context in which a loop without threads calls ``fill`` and the transforms."""
+        return contextlib.nullcontext()
 
     def of_epoch(self, epoch: int, turn: int) -> Self:
         """Return a filler for a later epoch of the same loop.
@@ -144,10 +154,14 @@ class TransformingFiller(Filler):
         return filler
 
     def stop(self) -> None:
-        """End every fill at its next step, because the loop has ended. Any thread may call this."""
-        self._mover.stop()
+        super().stop()
         if self._transforms.gather is not None:
             self._transforms.gather.stop()
+
+    def context(self) -> AbstractContextManager[object]:
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
+
+        return modes_of_a_new_thread()
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batch (reader).
@@ -168,18 +182,6 @@ class TransformingFiller(Filler):
         slot.batch_tensors.clear()
         slot.rows_s = self._mover.counters.now() - source_done_s
         return slot
-
-    def fill_now(
-        self, fill: Callable[[Slot, int], Slot | None], slot: Slot, turn: int
-    ) -> Slot | None:
-        """Call ``fill`` and the transforms in this thread, as the threads of a loop do."""
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
-        with modes_of_a_new_thread():
-            filled = fill(slot, turn)
-            if filled is not None:
-                self.transform(filled)
-        return filled
 
     def transform(self, slot: Slot) -> None:
         """Call the transforms on the batch of a slot. One thread does so, in order."""

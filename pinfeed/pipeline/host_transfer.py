@@ -10,7 +10,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,6 @@ from pinfeed.stores.store import Array
 
 if TYPE_CHECKING:
     from pinfeed.devices.cpu import HostDevice
-
-
-class _Places(NamedTuple):
-    """The places in memory of the parts of a slot."""
-
-    parts: Sequence[tuple[int, int | None]]
-    """Bytes of each part, and its offset in the shared block; None for a part with its own."""
-    shared_nbytes: int
-    """Bytes of the shared block; 0 for none."""
 
 
 class HostTransfer:
@@ -228,10 +219,18 @@ class HostTransfer:
         return max(nbytes, capacity[i] * self._n_batches)
 
 
-def _places(capacity: Sequence[int], n_batches: int) -> _Places:
+def _places(
+    capacity: Sequence[int], n_batches: int
+) -> tuple[Sequence[tuple[int, int | None]], int]:
+    """Return the places in memory of the parts of a slot.
+
+    Returns:
+        Bytes of each part, and its offset in the shared block, which is None for a part with a
+        block of its own; and the bytes of the shared block, 0 for none.
+    """
     sizes = tuple(nbytes * n_batches for nbytes in capacity)
     offsets, shared_nbytes = layout(sizes)
-    return _Places([(nbytes, offsets.get(i)) for i, nbytes in enumerate(sizes)], shared_nbytes)
+    return [(nbytes, offsets.get(i)) for i, nbytes in enumerate(sizes)], shared_nbytes
 
 
 def rows_on_host(capacity: Sequence[int], n_batches: int) -> HostTransfer:

@@ -76,9 +76,9 @@ class FillParts(LoopParts):
 
     draws: BatchDraws
     fill: Callable[[Slot, int], Slot | None]
-    """Fills a slot in a reader thread, given the number of the call."""
-    fill_now: Callable[[Slot, int], Slot | None]
-    """Does the same in the thread of the loop, with ``reserve`` and the transforms."""
+    """Fills a slot, given the number of the call."""
+    context: Callable[[], contextlib.AbstractContextManager[object]]
+    """Context in which a loop without threads makes these calls, as its threads would."""
     reserve: Callable[[Slot], object] | None = None
     """Makes a slot ready for ``fill``; None if nothing has to be done."""
     transform: Callable[[Slot], object] | None = None
@@ -143,8 +143,6 @@ class Loop:
         self._free: deque[Slot] = deque(parts.mover.begin(parts.schedule))
         # Number of batches of the epoch that were requested.
         self._n_requested = parts.first + 1
-        # Number of batches in the slot that was lent last.
-        self._n_lent = 0
 
     def batches(self) -> Iterator[LentBatch]:
         """Yield the batches in order, for the training steps.
@@ -194,7 +192,7 @@ class Loop:
                 tensors = self._parts.lend(slot)
                 slot.batch = None
                 slot.tensors = []
-                self._n_lent = n_batches = len(tensors)
+                n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 counters.counts.read_s += slot.read_s
                 counters.counts.source_s += slot.source_s
@@ -361,8 +359,19 @@ class SynchronousLoop(Loop):
         self._free = deque(self._free, maxlen=1)
 
     def _slots(self) -> Callable[[], Slot | None]:
-        fill = functools.partial(self._parts.fill_now, self._free[0])
+        fill = functools.partial(self._fill, self._free[0])
         return map(fill, itertools.count()).__next__
+
+    def _fill(self, slot: Slot, turn: int) -> Slot | None:
+        parts = self._parts
+        if parts.reserve is not None:
+            parts.reserve(slot)
+        with parts.context():
+            filled = parts.fill(slot, turn)
+            for transform in (parts.transform, parts.transform_on_device):
+                if filled is not None and transform is not None:
+                    transform(filled)
+        return filled
 
 
 def _raise_error(slot: Slot) -> None:

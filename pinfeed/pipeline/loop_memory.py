@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, aligned
-from pinfeed.memory.depth import n_batches, n_held
+from pinfeed.memory.limits import n_batches, n_held
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.proc_maps import mapping_at

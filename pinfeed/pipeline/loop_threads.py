@@ -38,12 +38,17 @@ class LoopThreads:
     start with the first long batch that is staged. The writer threads start with the first
     write-back: one queues the copies to the host, the other scatters the rows that have arrived,
     and may have helpers. At depth 0, a loop has no threads, and the caller makes every call itself.
-    A loop with threads may do the same while its threads have no calls.
 
     Args:
         device: Device that makes the threads.
         schedule: Depth of the loop, and number of reader threads.
         is_named: Whether a profiler of the device should show each call under a name.
+
+    Attributes:
+        reader: Threads that fill slots; ``start_readers`` sets this and the next two.
+        transformer: Thread that calls transforms, or threads that call ``host_transform``.
+        device_transformer: Thread that calls ``device_transform`` if others call
+            ``host_transform``.
     """
 
     def __init__(
@@ -58,15 +63,12 @@ class LoopThreads:
         self._is_named = is_named
         # Identifiers of the threads that have written rows back.
         self._writers: set[int] = set()
-        self.is_inline = schedule.depth == 0
-        """Whether the caller fills slots and writes rows itself, in its own thread."""
         # Another thread may close the feeder while the loop writes rows back. Without this lock, it
         # could join the writer threads just before one starts for the write-back.
         self._joining = threading.Lock()
         self._are_writers_joined = False
-        self._reader: Workers | None = None
-        self._transformer: Workers | None = None
-        self._device_transformer: Workers | None = None
+        # All threads that ``start_readers`` has started.
+        self._readers: list[Workers] = []
         self.crew: Crew | None = None
         """Threads that copy rows without Python; None if the loop has none."""
         self._writer: Workers | None = None
@@ -85,35 +87,19 @@ class LoopThreads:
             n_transform_threads: Number of transform threads to start, too.
             transforms_on_device: Whether to start another thread for ``device_transform``.
         """
-        self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
+        self.reader = self._started_reader("pinfeed-read", self._schedule.n_readers)
         if n_transform_threads:
-            self._transformer = self._device.worker("pinfeed-transform", n_transform_threads)
+            self.transformer = self._started_reader("pinfeed-transform", n_transform_threads)
         if transforms_on_device:
-            self._device_transformer = self._device.worker("pinfeed-device-transform")
+            self.device_transformer = self._started_reader("pinfeed-device-transform", 1)
 
-    @property
-    def reader(self) -> Workers:
-        """Threads that fill slots."""
-        assert self._reader is not None
-        return self._reader
-
-    @property
-    def transformer(self) -> Workers:
-        """Thread that calls transforms, or threads that call ``host_transform``."""
-        assert self._transformer is not None
-        return self._transformer
-
-    @property
-    def device_transformer(self) -> Workers:
-        """Thread that calls ``device_transform`` if others call ``host_transform``."""
-        assert self._device_transformer is not None
-        return self._device_transformer
+    def _started_reader(self, name: str, n_threads: int) -> Workers:
+        self._readers.append(self._device.worker(name, n_threads))
+        return self._readers[-1]
 
     def write_now(self, batch: int, fn: Callable[..., Any], *args: Any) -> None:
         """Call ``fn(*args)`` for a batch in this thread."""
-        if self._is_named:
-            fn = functools.partial(call_named, self._device, f"write {batch}", fn)
-        guarded(fn, *args)
+        guarded(self._named("write", batch, fn), *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Make the first writer thread call ``fn(*args)`` for a batch."""
@@ -121,7 +107,7 @@ class LoopThreads:
             self._require_writers()
             if self._writer is None:
                 self._writer = self._device.worker("pinfeed-write")
-            return self._submit(self._writer, "write", batch, fn, *args)
+            return self._writer.submit(self._write, self._named("write", batch, fn), *args)
 
     def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Make the second writer thread call ``fn(*args)`` for a batch."""
@@ -129,7 +115,7 @@ class LoopThreads:
             self._require_writers()
             if self._scatterer is None:
                 self._scatterer = self._device.worker("pinfeed-scatter")
-            return self._submit(self._scatterer, "scatter", batch, fn, *args)
+            return self._scatterer.submit(self._write, self._named("scatter", batch, fn), *args)
 
     def scatter_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make several calls, in several threads if the machine has cores (second writer).
@@ -140,13 +126,8 @@ class LoopThreads:
 
     def gather_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Do the same for a reader."""
-        if self.is_inline:
-            # An interrupt of the caller must not leave calls to other threads.
-            for call in calls:
-                call()
-        else:
-            n_helpers = max(0, N_GATHERING_THREADS - self._schedule.n_readers)
-            self._share(calls, _READ_HELPERS, n_helpers)
+        n_helpers = max(0, N_GATHERING_THREADS - self._schedule.n_readers)
+        self._share(calls, _READ_HELPERS, n_helpers)
 
     def join_readers(self) -> None:
         """Wait until the reader threads, the transform threads and the crew have ended."""
@@ -154,9 +135,8 @@ class LoopThreads:
             if self.crew is not None:
                 self.crew.shutdown()
         finally:
-            for worker in (self._reader, self._transformer, self._device_transformer):
-                if worker is not None:
-                    worker.shutdown(wait=True)
+            for worker in self._readers:
+                worker.shutdown(wait=True)
             self._join_helpers(_READ_HELPERS)
 
     def join_writers(self) -> None:
@@ -247,14 +227,11 @@ class LoopThreads:
         if self._are_writers_joined:
             raise ClosedError(_CLOSED)
 
-    def _submit(
-        self, workers: Workers, lane: str, batch: int, fn: Callable[..., Any], *args: Any
-    ) -> Pending[Any]:
-        if self._is_named:
-            return workers.submit(
-                self._write, call_named, self._device, f"{lane} {batch}", fn, *args
-            )
-        return workers.submit(self._write, fn, *args)
+    def _named(self, lane: str, batch: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``fn``, under a name if the profiler of a device should show it."""
+        if not self._is_named:
+            return fn
+        return functools.partial(call_named, self._device, f"{lane} {batch}", fn)
 
     def _write(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._writers.add(threading.get_ident())

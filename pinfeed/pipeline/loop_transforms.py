@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pinfeed.devices.device import Tensor
-from pinfeed.memory.depth import n_batches
+from pinfeed.memory.limits import n_batches
 from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.sources.host_leaves import host_batch_of

@@ -12,9 +12,8 @@ from typing import Any
 
 from pinfeed.devices.device import Device
 from pinfeed.errors import BudgetError, DeviceError, NotEnoughCPUMemory
-from pinfeed.memory.depth import n_batches
 from pinfeed.memory.host import free_host_memory
-from pinfeed.memory.limits import MemoryLimits, deepest_plan, usual_batch_size
+from pinfeed.memory.limits import MemoryLimits, deepest_plan, n_batches, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.native.library import is_turned_off, why_not
@@ -27,8 +26,7 @@ from pinfeed.pipeline.loop_memory import (
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.read_plan import ReadPlan
-from pinfeed.readahead.reads import file_of, windows_ahead
+from pinfeed.readahead.read_plan import ReadPlan, file_of, windows_ahead
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.length_batches import LengthBatches
@@ -85,7 +83,8 @@ class Planner:
         else:
             plan = self._limited_plan(config, free.memory)
         n_batch_rows = self._n_batch_rows(plan.batch_size, plan.depth)
-        choice = self._choose_reads(n_batch_rows, free.without(plan.items))
+        ahead = free.without(plan.items)
+        choice = choose(tree.stores, self.rows, n_batch_rows, ahead, tree.ragged)
         plan = dataclasses.replace(
             plan,
             items=plan.items + choice.items,
@@ -259,10 +258,6 @@ class Planner:
                 with_windows = functools.partial(plan_of, windows=windows)
                 return config.largest_batch(with_windows, most, self.schedule.depth)
         return config.largest_batch(plan_of, most, self.schedule.depth)
-
-    def _choose_reads(self, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
-        """Choose how each store is read."""
-        return choose(self.tree.stores, self.rows, n_batch_rows, free, self.tree.ragged)
 
 
 def _without_native() -> list[str]:

@@ -45,7 +45,11 @@ class PrefetchLoop(Loop):
 
     def _slots(self) -> Callable[[], Slot | None]:
         self._start_readers()
-        return self._in_epochs(self._next_prefetched)
+        epochs = self._parts.epochs
+        if epochs is None:
+            return self._next_prefetched
+        self._turns = epochs.turns()
+        return functools.partial(epochs.next_slot, self._next_prefetched)
 
     @property
     def is_continuous(self) -> bool:
@@ -67,21 +71,12 @@ class PrefetchLoop(Loop):
         epochs.begin_next()
         return True
 
-    def _in_epochs(self, next_slot: Callable[[], Slot | None]) -> Callable[[], Slot | None]:
-        """Return ``next_slot``, or a function that also ends each epoch of a continuous loop."""
-        epochs = self._parts.epochs
-        if epochs is None:
-            return next_slot
-        self._turns = epochs.turns()
-        return functools.partial(epochs.next_slot, next_slot)
-
     def _pause(self) -> bool:
         epochs = self._parts.epochs
         if epochs is None or not epochs.has_read_ahead:
             return False
         self._parts.mover.pause()
         self._counters.receive_none()
-        self._n_lent = 0
         self.is_between_epochs = True
         return True
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.depth import n_held
+from pinfeed.memory.limits import n_held
 from pinfeed.pipeline.forwarding import Overlap, PositionRange, Positions, SharedRows
 from pinfeed.rows.orders import Rows
 
@@ -198,11 +198,6 @@ class RowHistory:
         """Numbers of the batches that are kept."""
         return list(self._batches)
 
-    @property
-    def table_nbytes(self) -> int:
-        """Bytes of the table."""
-        return self._table.nbytes
-
     def add(self, number: int, rows: HashedRows, kept: HashedRows) -> RowSearch:
         """Return a search for the rows of a new batch, and keep the batch.
 
@@ -318,18 +313,16 @@ class HashedGroups(NamedTuple):
         return [rows.repeated for rows in self.gathered]
 
 
-def hash_groups(groups: Sequence[Rows], written: Sequence[Rows] | None = None) -> HashedGroups:
+def hash_groups(groups: Sequence[Rows], written: Sequence[Rows]) -> HashedGroups:
     """Sort the rows of a batch by their hashes (any thread).
 
     Args:
         groups: For each group, the indices of the rows that the batch gathers, shape (n,); they may
             repeat.
-        written: For each group, the indices of the rows that the batch may write, shape (m,); None
-            for the rows that it gathers.
+        written: For each group, the indices of the rows that the batch may write, shape (m,); the
+            same array if it may write the rows that it gathers.
     """
     gathered = [HashedRows(rows) for rows in groups]
-    if written is None:
-        return HashedGroups(gathered, gathered)
     triples = zip(groups, gathered, written, strict=True)
     return HashedGroups(
         gathered,

@@ -6,8 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from pinfeed.memory.depth import DEFAULT_DEPTH
-from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits
 
 # Small batches are gathered together, until a slot takes some hundred microseconds of work.
 _SLOT_BYTES = 2 << 20

@@ -14,7 +14,7 @@ from pinfeed.stores.host_rows import UnreadPart
 
 @dataclass
 class Slot:
-    """One batch, or several small ones, on their way from a reader thread to the loop.
+    """One batch, or several small ones, that a reader thread hands to the loop.
 
     A reader fills it, the consumer lends its batches and then reserves it again.
     """

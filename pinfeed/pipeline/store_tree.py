@@ -24,9 +24,8 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.file_store import only_reads_files
 from pinfeed.stores.host_rows import memory_rows_of
-from pinfeed.stores.leaves import leaves_of
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.opened import open_store
+from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import is_store, row_nbytes

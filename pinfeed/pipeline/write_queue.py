@@ -21,15 +21,15 @@ class WriteQueue:
     Args:
         writer: Writes values to their stores.
         threads: Threads of the loop.
-        limit: Maximum number of write-backs in the queue. While the threads make calls in the
-            caller's thread, each one completes before ``add`` returns.
+        limit: Maximum number of write-backs in the queue; with 0, the caller's thread completes
+            each one before ``add`` returns.
     """
 
     def __init__(self, writer: Writer, threads: LoopThreads, limit: int) -> None:
         self._writer = writer
         self._counters = writer.counters
         self._threads = threads
-        self._limit = max(limit, 1)
+        self._limit = limit
         self._calls: deque[Pending[None]] = deque()
         self.adding = threading.RLock()
         """Lock that is held from taking values of a cache until they are queued.
@@ -48,7 +48,7 @@ class WriteQueue:
             write: Values that ``Writer.capture_values`` has taken.
             check: Whether to raise the error of an earlier write-back first.
         """
-        while len(self._calls) >= self._limit:
+        while self._calls and len(self._calls) >= self._limit:
             if self._is_oldest_done():
                 self._take()
             elif self._may_wait():
@@ -58,10 +58,10 @@ class WriteQueue:
         if check:
             self.check()
         self.require_running()
-        if self._threads.is_inline:
-            self._write_now(write)
-        else:
+        if self._limit:
             self._calls.append(self._submit(write))
+        else:
+            self._write_now(write)
 
     def require_running(self) -> None:
         """Check that the loop runs, in this process.

@@ -29,7 +29,7 @@ from pinfeed.profiling.plot_bars import (
     usual_width,
 )
 from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, stalled, starved
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 _WIDTH_IN = 13.0
 _DPI = 100

@@ -16,8 +16,7 @@ from pinfeed.profiling.bottleneck import (
     Bottleneck,
 )
 from pinfeed.profiling.process_memory import ProcessMemory
-from pinfeed.validation.safe_repr import safe_repr
-from pinfeed.validation.wrapping import wrapped
+from pinfeed.validation.safe_repr import safe_repr, wrapped
 
 
 @dataclass(kw_only=True, repr=False)

@@ -47,7 +47,8 @@ class Timeline:
         self._pending: deque[tuple[Lane, int, Event, Event, int, int]] = deque()
         # Any thread may read the timeline, and each pending span must be taken once.
         self._settling = threading.Lock()
-        self._loop = -1
+        self.loop = -1
+        """Number of the loop that has begun last; -1 if none has."""
         # Loop for which the current thread works, if that has not begun yet.
         self._of_thread = threading.local()
         self._zero_s = 0.0
@@ -57,7 +58,7 @@ class Timeline:
 
     @safe_repr
     def __repr__(self) -> str:
-        n_loops = self._loop + 1
+        n_loops = self.loop + 1
         return f"<Timeline: {len(self._taken):,} spans of {n_loops:,} loop{'s' * (n_loops != 1)}>"
 
     def _repr_png_(self) -> bytes | None:
@@ -114,15 +115,10 @@ class Timeline:
             now: Time of the clock.
             depth: Number of batches that are prefetched.
         """
-        if self._loop < 0:
+        if self.loop < 0:
             self._zero_s = now
-        self._loop += 1
+        self.loop += 1
         self._depth = depth
-
-    @property
-    def loop(self) -> int:
-        """Number of the loop that has begun last; -1 if none has."""
-        return self._loop
 
     @contextlib.contextmanager
     def work_for(self, loop: int) -> Iterator[None]:
@@ -144,7 +140,7 @@ class Timeline:
         nbytes: int = 0,
     ) -> None:
         """Record work that has ended, with times of the clock. Any thread may call this."""
-        loop = getattr(self._of_thread, "loop", self._loop)
+        loop = getattr(self._of_thread, "loop", self.loop)
         self._taken.append((lane, batch, start, end, loop, n_batches, rows, nbytes))
 
     def add_cache(self, now: float, counts: CacheCounts) -> None:
@@ -155,7 +151,7 @@ class Timeline:
         self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
     ) -> None:
         """Record work of the device between two timed events. Any thread may call this."""
-        loop = getattr(self._of_thread, "loop", self._loop)
+        loop = getattr(self._of_thread, "loop", self.loop)
         self._pending.append((lane, batch, start, end, loop, n_batches))
 
     def settle(self) -> None:

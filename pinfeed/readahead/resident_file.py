@@ -1,4 +1,4 @@
-"""ResidentFile: a file whose rows are all loaded into memory during the first epoch."""
+"""Files whose rows are loaded into memory: during the first epoch, or during the second one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -40,12 +39,8 @@ logger = logging.getLogger("pinfeed")
 # Large enough for sequential disk reads, and small enough that the end of a loop does not wait long
 # for the current chunk.
 CHUNK_BYTES = 8 << 20
-# Longest time that a batch waits for the rest of the file, in seconds.
-_MAX_WAIT_S = 2.0
-# Prior of the estimate of the load rate: 64 MiB in 0.05 s. Otherwise, the estimate would depend on
-# the time of the first chunk alone.
-_PRIOR_BYTES = 64 << 20
-_PRIOR_S = 0.05
+# A batch waits for the rest of the file if it is no longer, which takes most disks under a second.
+_REST_BYTES = 512 << 20
 
 
 class ResidentFile(ReadStrategy):
@@ -72,14 +67,11 @@ class ResidentFile(ReadStrategy):
         self.row_shape = store.row_shape
         self.dtype = store.dtype
         self._waits_always = waits
-        self._chunk_rows = store.rows_in(CHUNK_BYTES)
-        self._starts = even_bounds(store.n_rows, self._chunk_rows)
-        self._is_even = True
+        self._starts = even_bounds(store.n_rows, store.rows_in(CHUNK_BYTES))
         if isinstance(store, ChunkedStore):
             # Parts that a file stores together are not divided.
             bounds = store.load_bounds
             self._starts = np.unique(bounds[np.searchsorted(bounds, self._starts)])
-            self._is_even = False
         n_chunks = len(self._starts) - 1
         self._is_loaded = np.zeros(n_chunks, np.bool_)
         self._complete = False
@@ -89,8 +81,6 @@ class ResidentFile(ReadStrategy):
         self._chunks_to_load: Iterator[int] = iter(())
         self._has_windows = False
         self._stopping = False
-        self._begun_s = 0.0
-        self._n_loaded = 0
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
@@ -104,8 +94,6 @@ class ResidentFile(ReadStrategy):
         self._chunks_to_load = self._load_order(windows, start, stop)
         self._has_windows = windows is not None
         self._stopping = False
-        self._begun_s = time.monotonic()
-        self._n_loaded = 0
         with ThreadPool(1, "pinfeed-load") as thread:
             thread.submit(self._load_all)
             try:
@@ -164,21 +152,12 @@ class ResidentFile(ReadStrategy):
         """Load the rows [start, stop) into memory."""
         raise NotImplementedError
 
-    def _remaining_s(self) -> float:
-        """Return the estimated time until all rows are loaded, in seconds."""
-        left = np.count_nonzero(~self._is_loaded) * CHUNK_BYTES
-        elapsed_s = time.monotonic() - self._begun_s
-        nbytes = self._n_loaded * CHUNK_BYTES + _PRIOR_BYTES
-        return float(left * (elapsed_s + _PRIOR_S) / nbytes)
-
     def _bounds(self, chunk: int) -> tuple[int, int]:
         """Return the first row of a chunk, and the row after its last one."""
         return int(self._starts[chunk]), int(self._starts[chunk + 1])
 
     def _chunk_of(self, rows: Rows) -> Rows:
         """Return the chunk of each row."""
-        if self._is_even:
-            return rows // self._chunk_rows
         chunks: Rows = np.searchsorted(self._starts, rows, side="right") - 1
         return chunks
 
@@ -218,7 +197,6 @@ class ResidentFile(ReadStrategy):
             return False
         with self._changed:
             self._is_loaded[chunk] = True
-            self._n_loaded += 1
             self._complete = bool(self._is_loaded.all())
             self._changed.notify_all()
         return True
@@ -240,8 +218,9 @@ class ResidentFile(ReadStrategy):
 
     def _is_worth_waiting(self) -> bool:
         """Return whether to wait for rows instead of reading them one by one."""
-        waits = self._waits_always or self._has_windows
-        return not self._stopping and (waits or self._remaining_s() < _MAX_WAIT_S)
+        rest = int(np.count_nonzero(~self._is_loaded)) * CHUNK_BYTES
+        waits = self._waits_always or self._has_windows or rest <= _REST_BYTES
+        return waits and not self._stopping
 
     def _continue_at(self, chunk: int) -> None:
         """Continue at a chunk whose load has not begun; an epoch may begin at any row."""
@@ -345,3 +324,62 @@ class MappedFile(ResidentFile):
 
     def _load(self, start: int, stop: int) -> None:
         self._rows.populate(start, stop)
+
+
+class LaterCopy(ReadStrategy):
+    """Strategy of the first epoch, and a copy of all rows for later epochs.
+
+    Args:
+        store: The rows.
+        first: Reads the rows in the first epoch.
+        copy: The copy, which takes no physical memory before its first epoch.
+        later: Reads the rows in later epochs; by default, the copy, which loads them.
+    """
+
+    def __init__(
+        self,
+        store: FileStore,
+        first: ReadStrategy,
+        copy: InMemoryCopy,
+        later: ReadStrategy | None = None,
+    ) -> None:
+        self._store = store
+        self._first = first
+        self._copy = copy
+        self._later = later or copy
+        self._current = first
+        self._is_first = True
+        self.items = first.items + self._later.items
+
+    @contextlib.contextmanager
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        strategy = self._first if self._is_first else self._later
+        self._is_first = False
+        with strategy.open_epoch(windows, start, stop) as open_batch:
+            # The last batches of an epoch may be read after it has ended.
+            self._current = strategy
+            yield open_batch
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
+        run_gather(self._store if self._current is self._first else self._copy)(runs, out)
+
+    def memory_rows(self) -> MemoryRows | None:
+        return self._copy.memory_rows()
+
+    def for_others(self) -> ReadStrategy:
+        first = self._first.for_others() or self._first
+        return LaterCopy(self._store, first, self._copy, self._copy.for_others())
+
+    @property
+    def may_be_in_memory(self) -> bool:
+        return self._copy.may_be_in_memory
+
+    @property
+    def may_open_ahead(self) -> bool:
+        # The second epoch loads the copy, even if the loop reads only the first one.
+        return self._current is self._later
+
+    def close(self) -> None:
+        self._first.close()
+        self._later.close()

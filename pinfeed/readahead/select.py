@@ -12,31 +12,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from pinfeed.memory.units import human
-from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.later_copy import LaterCopy
 from pinfeed.readahead.read_plan import (
+    SEEK_BYTES,
+    Budget,
     PartReads,
     RaggedReads,
     ReadNote,
     ReadPlan,
-    notes_of,
-)
-from pinfeed.readahead.reads import (
-    SEEK_BYTES,
-    Budget,
     Reads,
     is_in_sequence,
     may_copy,
+    notes_of,
     reads_of_items,
     reads_of_rows,
 )
 from pinfeed.readahead.resident_file import (
     InMemoryCopy,
+    LaterCopy,
     MappedFile,
     ResidentFile,
     copy_allocation,
 )
 from pinfeed.readahead.strategy import (
+    ChunkReads,
     DirectReads,
     FreeMemory,
     ReadStrategy,
@@ -69,9 +67,7 @@ _BLOCK_CHUNKS = 4
 # Rows of a remote file that are read ahead at a time, in sequence.
 _REMOTE_WINDOW_BYTES = 32 << 20
 
-_IN_SEQUENCE = "decoded in sequence, each chunk once"
-
-_MAPPED = "read through the OS page cache, by a memory map (the file fits)"
+_BY_COLUMN = "gathered column by column"
 
 Choice = tuple[ReadStrategy, str]
 """A strategy, and the reason for it as the plan shows it."""
@@ -107,24 +103,29 @@ def choose(
     ragged_reads: list[RaggedReads] = []
     notes: list[ReadNote] = []
     loaded: dict[int, tuple[ReadStrategy, str]] = {}
-    for store, reads in zip(stores, row_reads, strict=True):
-        if reads is None:
-            # The rows are not in files.
-            strategies.append(DirectReads(store))
-            continue
+
+    def decide(reads: Reads, kind: str = "") -> ReadStrategy:
         file = reads.file
-        if id(file) in loaded:
+        if reads.views and id(file) in loaded:
             # Other windows of the same items load them.
             strategy, reason = loaded[id(file)]
         else:
-            strategy, reason = _choose(file, budget.with_free(reads))
+            strategy, reason = _choose(file, budget.with_free(reads), are_items=bool(kind))
             others = strategy.for_others()
             if reads.views and others is not None:
                 loaded[id(file)] = others, reason
         if isinstance(file, LocalFileStore) and isinstance(strategy, MappedFile):
             mapped.append(file)
         budget.take(strategy.items)
-        notes.append(ReadNote(file.label, file.nbytes, reason))
+        notes.append(ReadNote(file.label, file.nbytes, kind + reason))
+        return strategy
+
+    for store, reads in zip(stores, row_reads, strict=True):
+        if reads is None:
+            # The rows are not in files.
+            strategies.append(DirectReads(store))
+            continue
+        strategy = decide(reads)
         if isinstance(store, WindowStore):
             strategy = WindowReads(store, reads.views, strategy)
         strategies.append(strategy)
@@ -134,13 +135,8 @@ def choose(
             if reads is None:
                 parts.append(PartReads(DirectReads(part), run_gather(part)))
                 continue
-            items = reads.file
-            strategy, reason = _choose_for_items(items, budget.with_free(reads))
-            if isinstance(items, LocalFileStore) and isinstance(strategy, MappedFile):
-                mapped.append(items)
-            budget.take(strategy.items)
-            notes.append(ReadNote(items.label, items.nbytes, f"ragged rows, {reason}"))
-            gather = run_gather(items)
+            strategy = decide(reads, "ragged rows, ")
+            gather = run_gather(reads.file)
             if isinstance(strategy, (ResidentFile, LaterCopy)):
                 gather = strategy.gather_runs
             parts.append(PartReads(strategy, gather))
@@ -148,112 +144,72 @@ def choose(
     return ReadPlan(strategies, notes_of(notes), ragged_reads)
 
 
-def _choose(file: FileStore, reads: Reads) -> Choice:
-    """Choose a strategy for the rows of one file."""
-    if isinstance(file, ChunkedStore):
-        return _choose_for_chunks(file, reads)
-    if isinstance(file, MatrixStore):
-        return _choose_for_columns(file, reads)
+def _choose(file: FileStore, reads: Reads, *, are_items: bool = False) -> Choice:
+    """Choose a strategy for the rows of one file.
+
+    Args:
+        file: The rows.
+        reads: The reads of the rows.
+        are_items: Whether the rows are items of ragged rows, which the order does not count.
+    """
+    if isinstance(file, (ChunkedStore, MatrixStore)):
+        return _choose_for_slow_rows(file, reads)
     assert isinstance(file, ShardedStore)
     why = ""
     if isinstance(file, LocalFileStore):
         if file.nbytes_beside(reads.mapped) > reads.free.page_cache:
             why = f" (the file does not fit in {reads.free.origin})"
         elif _is_map_worth_it(file, reads) and (mapped := _map(file, reads)) is not None:
-            return mapped, _MAPPED
-    if isinstance(file, RemoteStore) and isinstance(reads.order, Sequential):
+            return mapped, "read through the OS page cache, by a memory map (the file fits)"
+    if is_in_sequence(reads.order):
+        if not isinstance(file, RemoteStore):
+            return DirectReads(file), f"read in sequence{why}"
         window_rows = min(file.n_rows, file.rows_in(_REMOTE_WINDOW_BYTES))
         even = windows_in_sequence(file.n_rows, window_rows)
         item = window_allocation(even, file.row_nbytes, reads.n_batch_rows)
-        if item.total <= reads.free.memory:
-            ahead = WindowReadahead(file, even, reads.n_batch_rows)
-            return _copy_later(file, ahead, "read ahead in sequence, in large requests", reads)
-    if is_in_sequence(reads.order):
-        return DirectReads(file), f"read in sequence{why}"
+        is_whole = isinstance(reads.order, Sequential) and not are_items
+        if not is_whole or item.total > reads.free.memory:
+            return _copy_later(file, DirectReads(file), "read in sequence", reads)
+        ahead = WindowReadahead(file, even, reads.n_batch_rows)
+        return _copy_later(file, ahead, "read ahead in sequence, in large requests", reads)
     if may_copy(file) and (copy := _copy(file, reads, "loaded")) is not None:
         return copy
     if reads.windows is not None:
         return _read_windows(file, reads, why)
-    return _read_in_any_order(file, reads.share, why)
+    advice = "a block_shuffled order allows long contiguous reads"
+    if isinstance(file, LocalFileStore) and file.keep_cache and _is_read_whole(file, reads.share):
+        reason = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background{why}; {advice}"
+        return PageCacheReadahead(file), reason
+    return DirectReads(file), f"read row by row, with many reads at a time{why}; {advice}"
 
 
-def _choose_for_items(items: FileStore, reads: Reads) -> Choice:
-    """Choose a strategy for the items of ragged rows."""
-    if not isinstance(items, LocalFileStore):
-        return _choose_for_slow_items(items, reads)
-    fits = items.nbytes_beside(reads.mapped) <= reads.free.page_cache
-    if fits and (mapped := _map(items, reads)) is not None:
-        return mapped, _MAPPED
+def _choose_for_slow_rows(store: ChunkedStore | MatrixStore, reads: Reads) -> Choice:
+    """Choose a strategy for rows that are decoded or converted, if possible each once."""
     if is_in_sequence(reads.order):
-        return DirectReads(items), "read in sequence"
-    if reads.windows is not None:
-        return PageCacheReadahead(items), f"{UNCOUNTED_CACHE}, prefetched one window ahead"
-    if items.keep_cache:
-        reason = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
-        return PageCacheReadahead(items), reason
-    return DirectReads(items), "read row by row, with many reads at a time"
-
-
-def _choose_for_slow_items(items: FileStore, reads: Reads) -> Choice:
-    """Read items that are decoded or remote: once into memory, if that is worth it."""
-    in_chunks = isinstance(items, ChunkedStore)
-    verb = "decoded" if in_chunks else "loaded"
-    if is_in_sequence(reads.order):
-        reason = _IN_SEQUENCE if in_chunks else "read in sequence"
-        return _copy_later(items, DirectReads(items), reason, reads)
-    copy = _copy(items, reads, verb)
+        if isinstance(store, MatrixStore):
+            return _copy_later(store, DirectReads(store), _BY_COLUMN, reads)
+        ahead = ChunkReads(store, in_sequence=True)
+        return _copy_later(store, ahead, "decoded in sequence, each chunk once", reads)
+    copy = _copy(store, reads, "converted" if isinstance(store, MatrixStore) else "decoded")
     if copy is not None:
         return copy
-    if not in_chunks:
-        return DirectReads(items), "each batch requests its rows"
     problem = ""
-    if reads.windows is not None:
-        problem = _memory_problem(reads)
-        if not problem:
-            strategy = WindowReadahead(items, reads.windows, reads.n_batch_rows)
-            return strategy, "read ahead window by window; a window decodes each chunk once"
-        problem = f" ({problem})"
-    return DirectReads(items), f"each batch decodes the whole chunks of its rows{problem}"
-
-
-def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
-    if is_in_sequence(reads.order):
-        in_sequence = ChunkReads(store, in_sequence=True)
-        return _copy_later(store, in_sequence, _IN_SEQUENCE, reads)
-    copy = _copy(store, reads, "decoded")
-    if copy is not None:
-        return copy
-    n_rows = reads.views[0].n_rows if reads.views else store.n_rows
-    block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
-    problem = ""
-    piece_nbytes = store.piece_rows * store.row_nbytes
-    advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
     if reads.windows is not None:
         problem = _memory_problem(reads)
         if not problem:
             strategy = WindowReadahead(store, reads.windows, reads.n_batch_rows)
-            return strategy, "read ahead window by window; a window decodes each chunk once"
-        problem = f" ({problem})"
-        advice = "a larger limit or a smaller window_blocks allows windows"
-    reason = (
-        f"each batch decodes the whole chunks of its rows, up to {human(piece_nbytes)} "
-        f"each{problem}; {advice}"
-    )
-    return ChunkReads(store), reason
-
-
-def _choose_for_columns(store: MatrixStore, reads: Reads) -> Choice:
-    reason = "gathered column by column"
-    direct = DirectReads(store)
-    if is_in_sequence(reads.order):
-        return _copy_later(store, direct, reason, reads)
-    copy = _copy(store, reads, "converted")
-    if copy is not None:
-        return copy
-    if reads.windows is not None and not _memory_problem(reads):
-        strategy = WindowReadahead(store, reads.windows, reads.n_batch_rows)
-        return strategy, "converted window by window, ahead"
-    return direct, f"{reason}; more memory allows a copy of the matrix"
+            once = "; a window decodes each chunk once" * isinstance(store, ChunkedStore)
+            return strategy, f"read ahead window by window{once}"
+    if isinstance(store, MatrixStore):
+        return DirectReads(store), f"{_BY_COLUMN}; more memory allows a copy of the matrix"
+    reason = f"each batch decodes the whole chunks of its rows, up to {store.piece_rows:,} each"
+    if problem:
+        advice = f"{problem}; a larger limit or a smaller window_blocks allows windows"
+    else:
+        n_rows = reads.views[0].n_rows if reads.views else store.n_rows
+        block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
+        advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
+    return ChunkReads(store), f"{reason}; {advice}"
 
 
 def _is_map_worth_it(store: LocalFileStore, reads: Reads) -> bool:
@@ -342,14 +298,3 @@ def _read_windows(store: ShardedStore, reads: Reads, why: str) -> Choice:
 def _is_read_whole(store: FileStore, share: float) -> bool:
     """Return whether reading the whole file in sequence is faster than its rows at random."""
     return share * SEEK_BYTES >= store.row_nbytes
-
-
-def _read_in_any_order(store: ShardedStore, share: float, why: str) -> Choice:
-    """Read rows that are neither in memory nor in windows."""
-    if isinstance(store, LocalFileStore) and store.keep_cache and _is_read_whole(store, share):
-        how = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
-        strategy: ReadStrategy = PageCacheReadahead(store)
-    else:
-        how = "read row by row, with many reads at a time"
-        strategy = DirectReads(store)
-    return strategy, f"{how}{why}; a block_shuffled order allows long contiguous reads"

@@ -1,19 +1,95 @@
-"""WindowReads: strategy for windows along axes, which reads their items by another strategy."""
+"""Windows along axes: their items as the windows of an order, and the strategy that reads them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from pinfeed.readahead.item_windows import ItemWindows
 from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.windows import Windows
+from pinfeed.rows.ranks import Interval
+from pinfeed.rows.windows import Window, Windows, WrappedWindows, usual_run
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.stores.store import Array
+
+
+@dataclass(frozen=True)
+class ItemWindows(WrappedWindows):
+    """Windows of rows of an order as windows of the items of these rows."""
+
+    n_blocks = 0
+
+    stores: tuple[WindowStore, ...]
+    """Stores of the same items, whose rows are read together."""
+
+    @functools.cached_property
+    def window_rows(self) -> int:
+        first = self.stores[0]
+        most = sum(self._most_items(store, store.extent) for store in self.stores)
+        if all(store.has_steps_of(first) for store in self.stores):
+            # Rows are at the same distance from each other in all stores.
+            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
+            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
+            most = min(most, self._most_items(first, max(ends) - min(begins)))
+        n_rows = self.windows.window_rows
+        for window in itertools.islice(self.windows.needed(0, 1), 1):
+            # Short runs of a selection may be so close together that their windows overlap. The
+            # first window stands for all, and others may have half as many overlaps. The items that
+            # memory cannot hold are read with their batches.
+            n_items = _n_rows(self._item_runs(window.runs))
+            most = min(most, 2 * n_items * n_rows // _n_rows(window.runs))
+        return min(first.items.n_rows, most)
+
+    @property
+    def block_rows(self) -> int:
+        return usual_run(self)
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for window in self.windows.needed(start, stop):
+            yield window._replace(runs=self._item_runs(window.runs))
+
+    def _item_runs(self, runs: Sequence[Interval]) -> list[Interval]:
+        """Return the items of rows as runs [start, stop), in ascending order."""
+        rows = np.concatenate([np.arange(*run) for run in runs])
+        starts = np.concatenate([store.first_items(rows) for store in self.stores])
+        stops = starts + np.repeat([store.extent for store in self.stores], len(rows))
+        order = np.argsort(starts)
+        starts = starts[order]
+        stops = np.maximum.accumulate(stops[order])
+        is_first = np.concatenate(([True], starts[1:] > stops[:-1]))
+        begins = np.flatnonzero(is_first)
+        ends = np.append(begins[1:], len(starts)) - 1
+        return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
+
+    def _most_items(self, store: WindowStore, extent: int) -> int:
+        """Return the most items of a window, if no run of rows is shorter than usual.
+
+        Args:
+            store: Store of the rows.
+            extent: Items from the first one of a row to the last one, both included.
+        """
+        n_rows = self.windows.window_rows
+        kept = [part for part in store.parts if part.n_windows]
+        most = min(n_rows * extent, max(part.n_items for part in kept) * len(kept))
+        if len(kept[0].axes) == 1:
+            # Consecutive rows overlap, up to the end of the axis, or of a run. A run may begin and
+            # end within the axis, and so has one piece more than whole axes.
+            (axis,) = kept[0].axes.values()
+            n_along = min(part.counts[-1] for part in kept)
+            n_runs = n_rows // max(1, self.windows.block_rows) + 2
+            n_pieces = 2 * n_runs + n_rows // n_along
+            most = min(most, n_rows * axis.step + n_pieces * extent)
+        return most
+
+
+def _n_rows(runs: Sequence[Interval]) -> int:
+    return sum(stop - start for start, stop in runs)
 
 
 class WindowReads(ReadStrategy):

@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.pages import block_nbytes
+from pinfeed.memory.pages import BufferPool, block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.strategy import OpenBatch, ReadStrategy
 from pinfeed.rows.orders import Rows
@@ -21,7 +20,7 @@ from pinfeed.rows.windows import EvenWindows, Window, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.host_rows import CheckStop, StoreRows, never, run_gather
+from pinfeed.stores.host_rows import StoreRows, run_gather
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending
@@ -257,19 +256,39 @@ def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
 
 
 class WindowBatch:
-    """Windows that may have the rows of a batch; it is the function that makes these rows.
+    """Rows that a batch needs, in windows or else in the file.
+
+    It is the function that makes these rows.
 
     Args:
         store: The file.
-        windows: The windows.
+        windows: Windows that may have the rows.
     """
 
     def __init__(self, store: FileStore, windows: Sequence[_Window]) -> None:
         self._store = store
         self._windows = windows
+        self.row_shape = store.row_shape
+        self.dtype = store.dtype
 
-    def __call__(self, rows: Rows) -> _WindowRows:
-        return _WindowRows(self._store, self._windows, rows)
+    def __call__(self, rows: Rows) -> StoreRows:
+        return StoreRows(self, rows)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``. The caller has checked all arguments."""
+        left = np.arange(len(rows))
+        for window in self._windows:
+            found = window.find(rows if len(left) == len(rows) else rows[left])
+            is_here = found >= 0
+            if len(left) == len(rows) and is_here.all():
+                window.wait().gather_unchecked(found, out)
+                return
+            if is_here.any():
+                window.wait().gather_at(found[is_here], out, left[is_here])
+                left = left[~is_here]
+        if len(left):
+            # Sources of a mixture without windows.
+            self._store.gather_at(rows[left], out, left)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.
@@ -287,48 +306,6 @@ class WindowBatch:
         if len(left.starts):
             # Sources of a mixture without windows.
             self._store.gather_runs(left, out)
-
-
-class _WindowRows:
-    """Rows that a batch needs, in windows or else in the file.
-
-    Args:
-        store: The file.
-        windows: Windows that may have the rows.
-        rows: Row indices, shape (n,); they may repeat.
-    """
-
-    def __init__(self, store: FileStore, windows: Sequence[_Window], rows: Rows) -> None:
-        self._store = store
-        self._windows = windows
-        self._rows = rows
-        self.row_shape = store.row_shape
-        self.shape = (len(rows), *store.row_shape)
-        self.dtype = store.dtype
-
-    def cut(self, begin: int, end: int) -> _WindowRows:
-        """Return rows [begin, end) of these."""
-        return _WindowRows(self._store, self._windows, self._rows[begin:end])
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Gather the rows into ``out``, step by step."""
-        StoreRows(self, self._rows).read(out, check_stop)
-
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy some of the rows into ``out``."""
-        left = np.arange(len(rows))
-        for window in self._windows:
-            found = window.find(rows if len(left) == len(rows) else rows[left])
-            is_here = found >= 0
-            if len(left) == len(rows) and is_here.all():
-                window.wait().gather_unchecked(found, out)
-                return
-            if is_here.any():
-                window.wait().gather_at(found[is_here], out, left[is_here])
-                left = left[~is_here]
-        if len(left):
-            # Sources of a mixture without windows.
-            self._store.gather_at(rows[left], out, left)
 
 
 class PageCacheReadahead(ReadStrategy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -41,10 +40,6 @@ class RowIndices(NamedTuple):
     """Places of the rows of packed batches in their sequences; None for whole rows."""
     n_positions: int | None = None
     """Positions of the order that the batches of all ranks take; None for one for each row."""
-
-
-# The constructor of a NamedTuple is a Python function; this makes one without it.
-_row_indices = functools.partial(tuple.__new__, RowIndices)
 
 
 class EpochHooks:
@@ -275,14 +270,8 @@ class OrderBatches(RowBatches):
             for i in range(0, run.n_rows, slot_rows):
                 n = min(slot_rows, run.n_rows - i)
                 batches = full if n == slot_rows else sizes(n, size)
-                # Most batches need no Python code for their row indices.
-                make: Callable[[], Any] = functools.partial(
-                    operator.getitem, run.computed, slice(i, i + n)
-                )
-                if run.computed is None or i == 0:
-                    ahead = next_run if i == 0 else None
-                    make = functools.partial(run.part, i, i + n, ahead)
-                yield _row_indices((n, batches, make, None, None))
+                ahead = next_run if i == 0 else None
+                yield RowIndices(n, batches, functools.partial(run.part, i, i + n, ahead))
             run = next_run
 
     def spans(self, number: int, start: int, batches_per_slot: int) -> Generator[Rows, None, None]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
+from pinfeed.rows.length_batches import checked_lengths
 from pinfeed.rows.orders import (
     Arrays,
     At,
@@ -18,12 +19,12 @@ from pinfeed.rows.orders import (
     Rows,
     Shuffled,
     check_order,
+    grouped,
     kept_arrays,
     most_copies,
     windows,
 )
 from pinfeed.rows.permutation import permutation
-from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
 
@@ -148,9 +149,8 @@ class Bucketed:
         def at(positions: Rows) -> Rows:
             numbers = positions // window_rows
             found = np.empty(len(positions), np.int64)
-            for number in np.unique(numbers).tolist():
-                of_window = numbers == number
-                found[of_window] = window(number)[positions[of_window] - number * window_rows]
+            for number, here in grouped(numbers):
+                found[here] = window(number)[positions[here] - number * window_rows]
             return found
 
         return at

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Arrays, At, Order, Rows
+from pinfeed.rows.orders import Arrays, At, Order, Rows, grouped
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.windows import Window, Windows
 from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
@@ -115,8 +115,7 @@ class ChunkShuffled:
         def at(positions: Rows) -> Rows:
             numbers = chunks.window_of(positions)
             places = np.empty(len(positions), np.int64)
-            for number in np.unique(numbers).tolist():
-                here = np.flatnonzero(numbers == number)
+            for number, here in grouped(numbers):
                 begin, _ = chunks.window(number)
                 places[here] = window(number)(positions[here] - begin) + begin
             return chunks.rows(places)

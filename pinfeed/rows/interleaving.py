@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Rows
+from pinfeed.rows.orders import Rows, grouped
 from pinfeed.rows.permutation import permutation
 from pinfeed.validation.arguments import real_number
 
@@ -135,18 +135,7 @@ class EvenTurns:
 
     def counts(self, n: int) -> list[int]:
         """Return how many of the first ``n`` places each source fills."""
-        found = [0] * len(self.weights)
-
-        def visit(node: _Split | int, n: int) -> None:
-            if isinstance(node, int):
-                found[node] = n
-                return
-            n_left = node.n_left(n)
-            visit(node.left, n_left)
-            visit(node.right, n - n_left)
-
-        visit(self._tree, n)
-        return found
+        return [self.count(number, n) for number in range(len(self.weights))]
 
     def groups(self, places: Rows) -> Iterator[Group]:
         """Yield the sources of places."""
@@ -194,9 +183,7 @@ class Interleaving:
 
     def counts(self, n: int) -> list[int]:
         """Return how many of the first ``n`` places each source fills."""
-        part = self._part(n)
-        more = self._turns[part].counts(n - self.table[part][0])
-        return [a + b for a, b in zip(self._before[part], more, strict=True)]
+        return [self.before(number, n) for number in range(len(self.table[0][1]))]
 
     def _part(self, n: int) -> int:
         """Return the part of the table in which the first ``n`` places end."""
@@ -252,19 +239,17 @@ class ShuffledTurns:
     salt: str
     end: int | None
 
-    def groups(self, places: Rows) -> Iterator[Group]:
+    def groups(self, places: Rows) -> Iterator[tuple[int, Rows | slice, Rows]]:
         """Yield the sources of some places, each with the places that it fills."""
         windows = places // _WINDOW
         numbers = np.empty(len(places), np.int64)
         before = np.empty(len(places), np.int64)
-        for window in np.unique(windows).tolist():
-            here = np.flatnonzero(windows == window)
+        for window, here in grouped(windows):
             turns, counts = self._window(window)
             offsets = places[here] - window * _WINDOW
             numbers[here] = turns[offsets]
             before[here] = counts[offsets]
-        for number in np.unique(numbers).tolist():
-            where = np.flatnonzero(numbers == number)
+        for number, where in grouped(numbers):
             yield number, where, before[where]
 
     def before(self, number: int, place: int) -> int:

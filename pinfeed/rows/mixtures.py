@@ -21,6 +21,7 @@ from pinfeed.rows.orders import (
     PerRank,
     Rows,
     check_order,
+    grouped,
     is_distinct,
     kept_arrays,
     most_copies,
@@ -304,14 +305,9 @@ class Mixed:
             return check_rows(found, size, name) if is_checked else found
 
         def at(draws: Rows) -> Rows:
-            first = draws.item(draws.argmin()) // n_draws
-            last = draws.item(draws.argmax()) // n_draws
-            if first == last:
-                return rows_of(first, draws - first * n_draws) + first_row
             passes = draws // n_draws
             rows = draws - passes * n_draws
-            for number in np.unique(passes).tolist():
-                here = np.flatnonzero(passes == number)
+            for number, here in grouped(passes):
                 rows[here] = rows_of(number, rows[here])
             return rows + first_row
 

@@ -9,7 +9,7 @@ a resumed epoch continues where it stopped. An order gets the number of rows whe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -242,13 +242,11 @@ class BlockShuffled:
             return permutation(size, f"{cut.salt}/{number}")
 
         def at(positions: Rows) -> Rows:
-            number = positions // window_rows
-            offset = positions - number * window_rows
-            one = len(number) and number[0] == number[-1] and bool((number == number[0]).all())
-            for n in number[:1].tolist() if one else np.unique(number).tolist():
-                of_window = slice(None) if one else number == n
-                offset[of_window] = window(n)(offset[of_window])
-            return cut.rows(number * window_rows + offset)
+            numbers = positions // window_rows
+            offset = positions - numbers * window_rows
+            for number, here in grouped(numbers):
+                offset[here] = window(number)(offset[here])
+            return cut.rows(numbers * window_rows + offset)
 
         return at
 
@@ -342,6 +340,16 @@ class PerRank:
         return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
 
 
+def grouped(numbers: Rows) -> Iterator[tuple[int, Rows | slice]]:
+    """Yield each distinct number once, with the places at which it is."""
+    # Most batches need a single window.
+    if len(numbers) and numbers.item(numbers.argmin()) == numbers.item(numbers.argmax()):
+        yield numbers.item(0), slice(None)
+        return
+    for number in np.unique(numbers).tolist():
+        yield number, np.flatnonzero(numbers == number)
+
+
 def check_order(order: Any, name: str = "order") -> Order:
     """Return an order that a user gives.
 
@@ -363,9 +371,14 @@ def windows(order: object, n_rows: int, epoch: int) -> Windows | None:
     """
     # A subclass may have other rows.
     made: Windows | None = None
-    if isinstance(order, Order) and "windows" in vars(type(order)):
+    if "windows" in vars(type(order)):
         made = order.windows(n_rows, epoch)  # type: ignore[attr-defined]
     return made
+
+
+def is_own(order: object) -> bool:
+    """Return whether the class of an order is one of pinfeed."""
+    return isinstance(order, Order) and type(order).__module__.startswith("pinfeed.rows.")
 
 
 def in_blocks(order: object) -> bool:

@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.indices import check_rows
-from pinfeed.rows.length_batches import START, LengthBatches, Mark
+from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
 from pinfeed.rows.orders import Order, Rows, is_distinct
 from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
 from pinfeed.rows.permutation import permutation
-from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.validation.arguments import (
     check_choice,
     check_flag,
@@ -106,6 +103,7 @@ class Packed(LengthBatches[Pieces]):
 
     name = "packed"
     units_name = "sequences"
+    is_exact = True
     row_nbytes = 184
 
     def __init__(
@@ -143,40 +141,17 @@ class Packed(LengthBatches[Pieces]):
     @safe_repr
     def __repr__(self) -> str:
         size = "" if self.n_units == 1 else f", batch_size={self.n_units}"
-        return f"packed(<{len(self.lengths)} lengths>, {self.max_elements}{size}, {self._options})"
+        return self._described(f"<{len(self.lengths)} lengths>", size)
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return {
-            "order": f"packed(<crc32 {self._crc32}>, {self.max_elements}, {self._options})",
-            "n_rows": len(self.lengths),
-        }
-
-    @property
-    def _options(self) -> str:
+    def _described(self, lengths: str, size: str = "") -> str:
         flag = ", drop_last=True" * self.drop_last
         return (
-            f"window={self.window}, order={self.order!r}, split={self._split!r}, "
-            f"seed={self._seed}{flag}"
+            f"packed({lengths}, {self.max_elements}{size}, window={self.window}, "
+            f"order={self.order!r}, split={self._split!r}, seed={self._seed}{flag})"
         )
 
     def most_elements(self, *, padded: bool) -> int | None:
         return None if padded else self.n_units * self.max_elements
-
-    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
-        """Check that rows have the lengths for which the batches are planned.
-
-        Raises:
-            ArgumentError: If the number of rows or a length differs.
-        """
-        super().require_bound(lengths, name)
-        if len(shorter := np.flatnonzero(lengths < self.lengths)):
-            row = shorter.item(0)
-            raise ArgumentError(
-                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
-                f"{lengths[row]:,} elements in {name}; expected equally many; give packed the "
-                "lengths of this store (store.lengths)"
-            )
 
     def n_begun(self, unit: Pieces) -> int:
         return int(np.count_nonzero(unit.begins == 0))
@@ -279,13 +254,9 @@ class Packed(LengthBatches[Pieces]):
 
     def _windows_from(self, epoch: int, first: int) -> Iterator[tuple[int, Rows]]:
         """Yield the number of each window, and its rows that have elements."""
-        n_rows = len(self.lengths)
-        at = self.order.bind(n_rows, epoch)
-        stop = self.order.length(n_rows)
-        for begin in range(first * self.window, stop, self.window):
-            positions = np.arange(begin, min(begin + self.window, stop))
-            rows = check_rows(at(positions), n_rows, f"order={self.order!r}")
-            yield begin // self.window, rows[self.lengths[rows] > 0]
+        windows = self._rows(epoch, self.window, first * self.window)
+        for number, rows in enumerate(windows, first):
+            yield number, rows[self.lengths[rows] > 0]
 
     def _most_pieces(self) -> int:
         """Return the most pieces that a batch can have."""

@@ -50,10 +50,7 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
     width = math.isqrt(n - 1) + 1
     height = -(-n // width)
     numbers = keys_of(salt, 6).astype(np.uint32)
-    # The high half of a coordinate below 2^16 is 0, so the high half of its sum with a key is that
-    # of the key, which is added to the low half here instead of in every step.
-    is_narrow = width <= 1 << 16
-    keys = [np.asarray(key) for key in (numbers ^ (numbers >> 16) if is_narrow else numbers)]
+    keys = [np.asarray(key) for key in numbers]
 
     # Every number is below width * height, which is slightly larger than n.
     dtype = np.uint32 if n <= 1 << 31 else np.int64
@@ -64,9 +61,9 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
         random = np.empty_like(left)
         spare = np.empty_like(left)
         for even, odd in zip(keys[::2], keys[1::2], strict=True):
-            _mix32(right, even, random, spare, is_narrow=is_narrow)
+            _mix32(right, even, random, spare)
             _add(left, random, height, spare)
-            _mix32(left, odd, random, spare, is_narrow=is_narrow)
+            _mix32(left, odd, random, spare)
             _add(right, random, width, spare)
         found: npt.NDArray[Any] = left.astype(dtype, copy=False)
         found *= width
@@ -76,7 +73,10 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
     native = library()
     # The compiled network has signed numbers of 32 bits.
     if native is not None and width * height < 1 << 31:
-        return functools.partial(_permute, native, (n, width, height, *(int(key) for key in keys)))
+        # The high half of a coordinate below 2^16 is 0, so the high half of its sum with a key is
+        # that of the key, which is added to the low half here instead of in every step.
+        folded = (numbers ^ (numbers >> 16)).tolist()
+        return functools.partial(_permute, native, (n, width, height, *folded))
 
     def at(positions: Numbers) -> Numbers:
         found = network(positions.astype(dtype, copy=False))
@@ -153,7 +153,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _mix32(x: Words, key: Words, out: Words, spare: Words, *, is_narrow: bool) -> None:
+def _mix32(x: Words, key: Words, out: Words, spare: Words) -> None:
     """Write numbers to ``out`` whose high bits depend on every bit of ``x`` and ``key``.
 
     The method is two rounds of multiply and xor-shift in 32 bits, which processors execute eight at
@@ -161,14 +161,12 @@ def _mix32(x: Words, key: Words, out: Words, spare: Words, *, is_narrow: bool) -
 
     Args:
         x: The numbers.
-        key: The key; if ``is_narrow``, its xor with its own high half.
+        key: The key.
         out: Memory of the result.
         spare: Memory of the same shape; overwritten.
-        is_narrow: Whether all numbers are below 2^16.
     """
     np.bitwise_xor(x, key, out)
-    if not is_narrow:
-        out ^= np.right_shift(out, _SHIFT_16, spare)
+    out ^= np.right_shift(out, _SHIFT_16, spare)
     out *= _FACTOR
     out ^= np.right_shift(out, _SHIFT_15, spare)
     out *= _LAST_FACTOR

@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.indices import check_rows
-from pinfeed.rows.length_batches import START, LengthBatches, Mark
+from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
 from pinfeed.rows.orders import Order, Rows, is_distinct
 from pinfeed.rows.permutation import permutation
-from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.validation.arguments import (
     check_flag,
     check_seed,
     explain_arguments,
     whole_number,
 )
-from pinfeed.validation.safe_repr import safe_repr
 
 # The order computes this many rows at once.
 _RUN_ROWS = 1 << 14
@@ -134,17 +131,6 @@ class ElementBatches(LengthBatches[Rows]):
         most = self.order.length(len(self.lengths))
         self.batch_size = max(1, min(most, fitting, self._given_size or most))
 
-    @safe_repr
-    def __repr__(self) -> str:
-        return self._described(f"<{len(self.lengths)} lengths>")
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return {
-            "order": self._described(f"<crc32 {self._crc32}>"),
-            "n_rows": len(self.lengths),
-        }
-
     def _described(self, lengths: str) -> str:
         size = "" if self._given_size is None else f", batch_size={self._given_size}"
         flags = ", padded=True" * self.padded + ", drop_last=True" * self.drop_last
@@ -202,15 +188,6 @@ class ElementBatches(LengthBatches[Rows]):
         last = np.concatenate(pending) if pending else np.empty(0, np.int64)
         if len(last) and not (self.drop_last and cut.has_room):
             yield last
-
-    def _rows(self, epoch: int, n: int, first: int) -> Iterator[Rows]:
-        """Yield the row indices of an epoch from position ``first`` on, in runs of ``n``."""
-        n_rows = len(self.lengths)
-        at = self.order.bind(n_rows, epoch)
-        stop = self.order.length(n_rows)
-        for begin in range(first, stop, n):
-            positions = np.arange(begin, min(begin + n, stop))
-            yield check_rows(at(positions), n_rows, f"order={self.order!r}")
 
 
 @dataclass

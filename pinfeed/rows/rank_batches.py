@@ -14,38 +14,12 @@ from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
-from pinfeed.rows.bucketed import Bucketed
-from pinfeed.rows.chunk_shuffled import ChunkShuffled
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.mixtures import Mixed
-from pinfeed.rows.orders import (
-    BlockShuffled,
-    Drawn,
-    Order,
-    PerRank,
-    Sequential,
-    Shuffled,
-    in_blocks,
-)
+from pinfeed.rows.orders import Order, PerRank, in_blocks, is_own
 from pinfeed.rows.ranks import Progress, Ranks, Uneven, world
-from pinfeed.rows.subsets import SplitPart, Where
 from pinfeed.rows.windows import Windows
 
 logger = logging.getLogger("pinfeed")
-
-
-_ALL_ROWS = (
-    Sequential,
-    Shuffled,
-    BlockShuffled,
-    ChunkShuffled,
-    Bucketed,
-    Drawn,
-    Mixed,
-    Where,
-    SplitPart,
-)
-"""Orders with which every process reads the same rows."""
 
 
 @dataclass(eq=False)
@@ -194,20 +168,15 @@ class RankBatches(RowBatches):
         try:
             world_size = int(theirs["world_size"])
             done = tuple((int(a), int(n)) for a, n in theirs["done"])
+            if world_size < 1 or any(a < 1 or n < 0 for a, n in done):
+                raise ValueError("negative numbers")
+            if self.ranks.split_batches and size % world_size:
+                raise ValueError(f"{size} rows for {world_size} ranks")
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"not a state of a feeder with ranks= ({error!r}); expected the result of "
-                "state_dict()"
+                f"not a state of a feeder with ranks= ({error!r}): {theirs!r}; expected the result "
+                "of state_dict()"
             ) from None
-        if (
-            world_size < 1
-            or any(a < 1 or n < 0 for a, n in done)
-            or (self.ranks.split_batches and size % world_size)
-        ):
-            raise ArgumentError(
-                f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected the result of "
-                "state_dict()"
-            )
         return world_size, done
 
     def _most(self, world_size: int, done: Progress = ()) -> int:
@@ -283,7 +252,7 @@ def check_ranks(ranks: Any, order: Any, drop_last: bool) -> tuple[Ranks, int, in
         raise ArgumentError(
             f"ranks={ranks!r} divides orders of pinfeed.rows, but rows is a "
             f"{type(order).__name__}, which decides on its own what a process reads; leave ranks= "
-            f"out{_own_share(order)}"
+            "out, and give an array as rows[rank::world_size]"
         )
     if drop_last and shared.uneven == "join":
         raise ArgumentError(
@@ -294,13 +263,6 @@ def check_ranks(ranks: Any, order: Any, drop_last: bool) -> tuple[Ranks, int, in
     if rank is None or world_size is None:
         rank, world_size = world()
     return shared, index(rank), index(world_size)
-
-
-def _own_share(rows: Any) -> str:
-    """Say how rows without an order are divided; empty if a sampler divides them."""
-    if hasattr(rows, "__array__") or isinstance(rows, (list, range)):
-        return ", and give rows[rank::world_size]"
-    return ""
 
 
 def note_workers(ranks: Ranks | str | None, order: Any) -> None:
@@ -347,8 +309,12 @@ def note_processes(order: Any) -> None:
 
 
 def _has_all_rows(rows: Any) -> bool:
-    """Return whether every process has the same rows of an order, or of batches of an order."""
-    return isinstance(rows.order if isinstance(rows, LengthBatches) else rows, _ALL_ROWS)
+    """Return whether every process has the same rows of an order, or of batches of an order.
+
+    An order of the user may be the share of one process.
+    """
+    order = rows.order if isinstance(rows, LengthBatches) else rows
+    return is_own(order) and not isinstance(order, PerRank)
 
 
 @functools.cache

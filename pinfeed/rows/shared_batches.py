@@ -14,7 +14,7 @@ from pinfeed.rows.length_batches import START, LengthBatches, Mark
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import check_ranks, note_processes
 from pinfeed.rows.ranks import RankPartition, Ranks, Uneven
-from pinfeed.rows.sampler_epochs import SamplerEpochs
+from pinfeed.rows.sampler_batches import SamplerEpochs
 from pinfeed.rows.windows import Windows
 
 # A state that needs an older mark has none, and so plans the epoch from its beginning.
@@ -117,12 +117,14 @@ class SharedBatches(SamplerEpochs, RowBatches):
             begun = int(theirs["begun"])
             step = int(theirs["step"])
             mark = Mark(*(int(number) for number in theirs["mark"]))
+            done = begun + batch * step
+            is_position = batch >= 0 and step >= 1 and done >= 0 and (batch > 0 or begun == 0)
+            if not is_position or min(mark) < 0 or mark.unit > done:
+                raise ValueError(f"no position: {dict(theirs)!r}")
         except (KeyError, TypeError, ValueError) as error:
-            raise self._no_state(error) from None
-        done = begun + batch * step
-        is_position = batch >= 0 and step >= 1 and done >= 0 and (batch > 0 or begun == 0)
-        if not is_position or min(mark) < 0 or mark.unit > done:
-            raise self._no_state(dict(theirs))
+            raise ArgumentError(
+                f"not a state of {self.kind} ({error!r}); expected the result of state_dict()"
+            ) from None
         # The number of batches stays about the same, and is 0 only at the beginning of an epoch.
         if step != self._n_all:
             batch = -(-done // self._n_all)
@@ -136,11 +138,6 @@ class SharedBatches(SamplerEpochs, RowBatches):
         step = list(itertools.islice(units, done - mark.unit, done - mark.unit + self._n_all))
         # Only with "join", a rank may have no batch although others have one.
         return not step or (self.uneven != "join" and not self._share(epoch, step))
-
-    def _no_state(self, found: object) -> ArgumentError:
-        return ArgumentError(
-            f"not a state of {self.kind}: {found!r}; expected the result of state_dict()"
-        )
 
     @property
     def _n_all(self) -> int:

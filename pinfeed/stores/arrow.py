@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import StoreError, WriteBackError
+from pinfeed.errors import StoreError
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.store import Array, ClosedOnExit, checked_gather, in_words, run_of
+from pinfeed.stores.store import Array, ReadOnly, checked_gather, in_words, run_of
 from pinfeed.validation.safe_repr import safe_repr
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
-# Bits that are unpacked at a time; each needs 18 bytes while it is unpacked.
-N_BITS = 1 << 16
-BYTES_PER_BIT = 18
-
 # Advice for types of columns that a tensor cannot have, by the name of pyarrow's test for the type.
 _REFUSED = {
     "is_temporal": 'cast it to "int64" (dataset.cast_column, or column.cast)',
@@ -41,23 +39,17 @@ _LEAVE_OUT = (
     "or leave the column out (dataset.select_columns, table.select, or {name: "
     "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
 )
-# Rows of several chunks are gathered in pieces of this size, with the indices of each row.
-_COLLECTED_BYTES = 1 << 20
-_INDEX_NBYTES = 24
-# Most gathers that run at the same time.
-_MAX_GATHERS = 8
 
 
-class ArrowStore(ClosedOnExit):
+class ArrowStore(ReadOnly):
     """Read-only rows of an Arrow column, on Arrow's memory.
 
     If the column is in a memory-mapped file, a gather reads only the rows that it needs.
 
     The column contains numbers, or lists of numbers that all have the same length. Nested lists
     give the shape of a row. Lists of fixed size, ``FixedShapeTensorType`` and the ``Array2D`` of
-    Hugging Face are also supported. A gather unpacks booleans, which are bits in Arrow. A column
-    may have any number of chunks; a random gather needs a few microseconds for each chunk that it
-    touches.
+    Hugging Face are also supported. Booleans, which are bits in Arrow, are unpacked when the store
+    is made. A column may have any number of chunks.
 
     Args:
         column: A ``pyarrow.ChunkedArray`` or ``pyarrow.Array``, at least one row.
@@ -80,8 +72,6 @@ class ArrowStore(ClosedOnExit):
         tensor([1., 2., 3.], dtype=torch.float64)
     """
 
-    writable = False
-
     def __init__(self, column: Any, *, name: str = "column", indices: Any = None) -> None:
         pyarrow = imported("pyarrow", f"{name}: pyarrow is needed; pip install pyarrow")
         if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
@@ -91,44 +81,42 @@ class ArrowStore(ClosedOnExit):
             )
         chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
         self._name = name
-        self._chunks = [rows_of_chunk(chunk, name) for chunk in chunks if len(chunk)]
-        if not self._chunks:
+        self.arrays: list[Array] = [rows_of_chunk(chunk, name) for chunk in chunks if len(chunk)]
+        """The rows of the chunks, on Arrow's memory unless they are booleans."""
+        if not self.arrays:
             raise StoreError(f"{name}: the column has no rows; expected at least one")
-        self.dtype = self._chunks[0].dtype
-        self.row_shape = self._chunks[0].shape[1:]
-        for chunk in self._chunks:
+        self.dtype = self.arrays[0].dtype
+        self.row_shape = self.arrays[0].shape[1:]
+        for chunk in self.arrays:
             if chunk.shape[1:] != self.row_shape:
                 raise ragged_error(name, self.row_shape, chunk.shape[1:])
-        self.arrays: list[Array] = [one for one in self._chunks if isinstance(one, np.ndarray)]
-        """The rows of the chunks that contain numbers, not bits."""
-        self._ends = np.cumsum([chunk.shape[0] for chunk in self._chunks])
-        self._starts = np.concatenate(([0], self._ends[:-1]))
+        self._ends = np.cumsum([chunk.shape[0] for chunk in self.arrays])
         self._indices = (
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
         self._n_stored = int(self._ends[-1])
-        self._step_row_nbytes = self.dtype.itemsize * math.prod(self.row_shape) + _INDEX_NBYTES
-        self._step_rows = max(1, min(_COLLECTED_BYTES // self._step_row_nbytes, self._n_stored))
         self.n_rows: int = self._n_stored if self._indices is None else self._indices.n_rows
 
     @safe_repr
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses belong to one process.
+        return {name: value for name, value in vars(self).items() if name != "_memory_rows"}
+
+    @functools.cached_property
+    def _memory_rows(self) -> MemoryRows | None:
+        return MemoryRows.of_arrays(self.arrays)
+
     @property
     def array(self) -> Array | None:
         """The rows as one array on Arrow's memory; None if there is no such array."""
-        is_one = self._indices is None and len(self.arrays) == len(self._chunks) == 1
-        return self.arrays[0] if is_one else None
+        return self.arrays[0] if self._indices is None and len(self.arrays) == 1 else None
 
     @property
     def resident_bytes(self) -> int:
-        if len(self.arrays) < len(self._chunks):
-            n_bits = self._n_stored * math.prod(self.row_shape)
-            return _MAX_GATHERS * BYTES_PER_BIT * min(N_BITS, n_bits)
-        # Rows of several chunks are gathered by chunk, and then copied to their places.
-        is_collected = len(self._chunks) > 1
-        return _MAX_GATHERS * self._step_rows * self._step_row_nbytes if is_collected else 0
+        return self._n_stored * math.prod(self.row_shape) if self.dtype == np.bool_ else 0
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""
@@ -140,16 +128,14 @@ class ArrowStore(ClosedOnExit):
         run = run_of(rows)
         if run is not None:
             self._copy_run(run, out)
-        elif len(self.arrays) < len(self._chunks):
-            self._copy(Runs.of_rows(rows), out)
-        elif len(self._chunks) == 1:
+        elif len(self.arrays) == 1:
             # Rows are in range. With mode="raise", numpy would gather into a temporary buffer
             # first.
             self.arrays[0].take(rows, 0, out, "clip")
+        elif self._memory_rows is not None:
+            self._memory_rows.gather(rows, out)
         else:
-            step = self._step_rows
-            for i in range(0, len(rows), step):
-                self._collect(rows[i : i + step], out[i : i + step])
+            self._copy(Runs.of_rows(rows), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
@@ -158,92 +144,22 @@ class ArrowStore(ClosedOnExit):
         else:
             self._copy(runs, out)
 
-    def scatter(self, rows: Rows, values: Array) -> None:
-        """Refuse to write: Arrow columns do not change.
-
-        Raises:
-            WriteBackError: Always.
-        """
-        raise WriteBackError(f"{self._name}: an Arrow column is read-only")
-
-    def flush(self) -> None:
-        """Do nothing, because nothing was written."""
-
     def close(self) -> None:
         """Do nothing, because the column belongs to the caller."""
+
+    def _copy(self, runs: Runs, out: Array) -> None:
+        for number, part in runs.merged().by_part(self._ends):
+            copy_runs(self.arrays[number], part, out)
 
     def _copy_run(self, run: slice, out: Array) -> None:
         done = 0
         for number, first, n in cut_run(run.start, run.stop, self._ends):
-            copy_run(self._chunks[number], first, out[done : done + n])
+            out[done : done + n] = self.arrays[number][first : first + n]
             done += n
 
-    def _copy(self, runs: Runs, out: Array) -> None:
-        for number, part in runs.merged().by_part(self._ends):
-            chunk = self._chunks[number]
-            if isinstance(chunk, PackedBooleans):
-                chunk.copy_runs(part, out)
-            else:
-                copy_runs(chunk, part, out)
 
-    def _collect(self, rows: Rows, out: Array) -> None:
-        """Gather rows in any order: first by chunk, then each row to its position."""
-        order = np.argsort(rows)
-        rows = rows[order]
-        begins = np.searchsorted(rows, self._starts)
-        counts = np.diff(begins, append=len(rows))
-        rows -= np.repeat(self._starts, counts)
-        found = np.empty_like(out)
-        for number in np.flatnonzero(counts).tolist():
-            part = slice(begins[number], begins[number] + counts[number])
-            self.arrays[number].take(rows[part], 0, found[part], "clip")
-        out[order] = found
-
-
-class PackedBooleans:
-    """Booleans that Arrow has packed as bits.
-
-    Args:
-        packed: The bytes; the first bit is the lowest one.
-        first: Number of the bit with which row 0 begins.
-        shape: Shape (n_rows, *row_shape).
-    """
-
-    dtype: np.dtype[Any] = np.dtype(bool)
-
-    def __init__(self, packed: npt.NDArray[np.uint8], first: int, shape: tuple[int, ...]) -> None:
-        self._packed = packed
-        self._first = first
-        self.shape = shape
-
-    def copy_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their places in ``out``."""
-        rows = runs.rows()
-        places = runs.positions()
-        row_shape = self.shape[1:]
-        n_bits = math.prod(row_shape)
-        step = max(1, N_BITS // max(1, n_bits))
-        for i in range(0, len(rows), step):
-            bits = self._first + rows[i : i + step, None] * n_bits + np.arange(n_bits)
-            values = self._packed[bits >> 3] >> (bits & 7) & 1
-            out[places[i : i + step]] = values.reshape(-1, *row_shape)
-
-    def copy_run(self, start: int, out: Array) -> None:
-        """Copy the rows from ``start`` on into ``out``."""
-        row_shape = self.shape[1:]
-        n_bits = math.prod(row_shape)
-        step = max(1, N_BITS // max(1, n_bits))
-        for i in range(0, len(out), step):
-            part = out[i : i + step]
-            first = self._first + (start + i) * n_bits
-            end = first + len(part) * n_bits
-            packed = self._packed[first >> 3 : (end + 7) >> 3]
-            bits = np.unpackbits(packed, bitorder="little")[first & 7 :][: end - first]
-            part[...] = bits.reshape(part.shape)
-
-
-def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
-    """Return the rows of a chunk, shape (n_rows, *row_shape), on Arrow's memory."""
+def rows_of_chunk(array: Any, name: str) -> Array:
+    """Return the rows of a chunk, shape (n_rows, *row_shape), if possible on Arrow's memory."""
     import pyarrow
 
     shape: tuple[int, ...] = (len(array),)
@@ -266,14 +182,6 @@ def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
             array = array.values.slice(int(offsets[0]), math.prod(shape))
         else:
             return _numbers(array, shape[:-1] + tail if tail else shape, name)
-
-
-def copy_run(chunk: Array | PackedBooleans, start: int, out: Array) -> None:
-    """Copy the rows of a chunk from ``start`` on into ``out``."""
-    if isinstance(chunk, PackedBooleans):
-        chunk.copy_run(start, out)
-    else:
-        out[...] = chunk[start : start + len(out)]
 
 
 def values_of(array: Any) -> Array:
@@ -364,14 +272,18 @@ def ragged_error(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> Sto
     )
 
 
-def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | PackedBooleans:
+def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array:
     import pyarrow
 
     kind = array.type
     if pyarrow.types.is_boolean(kind):
-        return PackedBooleans(
-            np.frombuffer(array.buffers()[1] or b"", np.uint8), array.offset, shape
-        )
+        # The first bit of a byte is the lowest one.
+        begin, n = array.offset, math.prod(shape)
+        packed = np.frombuffer(array.buffers()[1] or b"", np.uint8)[begin >> 3 : begin + n + 7 >> 3]
+        bits = np.unpackbits(packed, bitorder="little")[begin & 7 :][:n]
+        rows = bits.view(np.bool_).reshape(shape)
+        rows.flags.writeable = False
+        return rows
     if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
         return values_of(array).reshape(shape)
     advice = next(

@@ -39,6 +39,14 @@ class AxisWindow(NamedTuple):
         """Indices from the first one of a window to the last one, both included."""
         return (self.length - 1) * self.stride + 1
 
+    @property
+    def in_words(self) -> str:
+        """The items that one window needs, for errors."""
+        return (
+            f"{self.span:,} for one window of length={self.length} with start={self.start} and "
+            f"span={self.span}"
+        )
+
     def count(self, size: int) -> int:
         """Return the number of windows along an axis."""
         return max(0, (size - self.span) // self.step + 1)
@@ -56,44 +64,38 @@ def axis_windows(
     several = isinstance(axis, (tuple, list))
     axes = tuple(axis) if several else (axis,)
 
-    def of_axes(value: Any, name: str) -> tuple[Any, ...]:
-        if not several:
-            return (value,)
-        if not isinstance(value, (tuple, list)):
+    def of_axes(value: Any, name: str) -> Sequence[Any]:
+        if not several or not isinstance(value, (tuple, list)):
             return (value,) * len(axes)
         if len(value) != len(axes):
             raise ArgumentError(
                 f"{name}={value!r} with axis={axis!r}; expected one value for each axis"
             )
-        return tuple(value)
+        return value
 
     if len(set(axes)) < len(axes) or not axes:
         raise ArgumentError(f"axis={axis!r}: expected distinct axes, such as 1 or (1, 2)")
-    found = {}
-    values = zip(
-        axes,
-        of_axes(length, "length"),
-        of_axes(step, "step"),
-        of_axes(stride, "stride"),
-        of_axes(start, "start"),
-        of_axes(span, "span"),
-        strict=True,
+    given = {"length": length, "step": step, "stride": stride, "start": start, "span": span}
+    columns = [of_axes(value, name) for name, value in given.items()]
+    return {
+        whole_number(number, "axis", least=0): _axis_window(*values)
+        for number, *values in zip(axes, *columns, strict=True)
+    }
+
+
+def _axis_window(length: Any, step: Any, stride: Any, start: Any, span: Any) -> AxisWindow:
+    one = AxisWindow(
+        whole_number(length, "length"),
+        whole_number(step, "step"),
+        whole_number(stride, "stride"),
+        whole_number(start, "start", least=0),
+        0,
     )
-    for number, n, by, apart, first, whole in values:
-        one = AxisWindow(
-            whole_number(n, "length"),
-            whole_number(by, "step"),
-            whole_number(apart, "stride"),
-            whole_number(first, "start", least=0),
-            0,
-        )
-        least = one.start + one.extent
-        note = f", because start, length and stride need {least} indices"
-        one = one._replace(
-            span=least if whole is None else whole_number(whole, "span", least=least, note=note)
-        )
-        found[whole_number(number, "axis", least=0)] = one
-    return found
+    least = one.start + one.extent
+    note = f", because start, length and stride need {least} indices"
+    return one._replace(
+        span=least if span is None else whole_number(span, "span", least=least, note=note)
+    )
 
 
 @dataclass(frozen=True)

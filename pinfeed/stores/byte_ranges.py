@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pinfeed.errors import ReadError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.retries import result_or_error, status_of
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import run_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -37,20 +37,8 @@ _GAP_BYTES = 64 << 10
 # Fields of ``info`` that change when a file is replaced, the most reliable one first. Fields that
 # also change with the metadata of a file, such as the time of its last update, are not among them.
 _VALIDATORS = (
-    "generation",
-    "ETag",
-    "etag",
-    "sha",
-    "blob_id",
-    "CRC",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-    "mtime",
-    "modified",
-    "modify",
-    "modificationTime",
-    "created",
+    *("generation", "ETag", "etag", "sha", "blob_id", "CRC", "LastModified", "last_modified"),
+    *("Last-Modified", "mtime", "modified", "modify", "modificationTime", "created"),
 )
 
 _PARTIAL_CONTENT = 206

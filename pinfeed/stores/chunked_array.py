@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from pinfeed.stores.axis_windows import AxisWindows, WindowStore, axis_windows
-from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import explain_arguments
 
-_HINTS = {
-    "n_steps input_dims window size": "the number of indices of a window is length=",
-    "dt_stride dilation": "the distance between the indices of a window is stride=",
-    "dim dims": "give the number of the axis: axis=",
-    "overlap input_overlap": "the distance between windows is step=",
-}
+Box = tuple[slice, ...]
+"""Indices [start, stop) along each axis of an array."""
+
+
+class ChunkGrid(NamedTuple):
+    """Shape of an array, and of its chunks; a chunk at the end of an axis extends beyond it."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a decoded chunk."""
+        return math.prod(self.chunks) * self.dtype.itemsize
+
+    def origins(self, box: Box) -> Iterator[tuple[int, ...]]:
+        """Yield the position in the array of the first item of each chunk of a box."""
+        sizes = zip(box, self.shape, self.chunks, strict=True)
+        ranges = (range(*one.indices(size)[:2], chunk) for one, size, chunk in sizes)
+        return itertools.product(*ranges)
+
+    def place(self, origin: tuple[int, ...], box: Box, out: Array) -> Array:
+        """Return the part of ``out`` for a chunk.
+
+        Args:
+            origin: Position in the array of the first item of the chunk.
+            box: A box of whole chunks with this one.
+            out: The items of the box.
+        """
+        axes = zip(origin, box, self.chunks, strict=True)
+        begins = [(at - (one.start or 0), size) for at, one, size in axes]
+        return out[tuple(slice(begin, begin + size) for begin, size in begins)]
+
+    def put(self, decoded: Any, place: Array) -> None:
+        """Copy a decoded chunk, which is a buffer, to its place.
+
+        Raises:
+            ValueError: If the chunk has another size.
+        """
+        block = np.frombuffer(decoded, self.dtype).reshape(self.chunks)
+        place[...] = block[tuple(map(slice, place.shape))]
 
 
 class ChunkedArray(ChunkedStore):
@@ -45,7 +81,7 @@ class ChunkedArray(ChunkedStore):
         super()._init_process_state()
         self._flat = {}
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def windows(
         self,
         axis: int | Sequence[int] = 0,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.stores.arrow import PackedBooleans, copy_run, rows_of_chunk
+from pinfeed.stores.arrow import rows_of_chunk
 from pinfeed.stores.libraries import check_names
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of
@@ -102,15 +102,9 @@ class MatrixColumns:
         if pyarrow.types.is_null(array.type):
             out[...] = self.missing
             return
-        rows = rows_of_chunk(without_nulls(array), self.label)
-        if isinstance(rows, PackedBooleans):
-            copy_run(rows, 0, out)
-        else:
-            self.convert(rows, out)
+        self.convert(rows_of_chunk(without_nulls(array), self.label), out)
         if n_missing:
-            valid = np.empty(len(array), np.bool_)
-            copy_run(rows_of_chunk(validity(array), self.label), 0, valid)
-            out[~valid] = self.missing
+            out[~rows_of_chunk(validity(array), self.label)] = self.missing
 
 
 def checked_columns(columns: Any) -> list[Any]:

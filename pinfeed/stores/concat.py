@@ -9,24 +9,22 @@ from typing import Any, cast
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, StoreError, WriteBackError
+from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.mixtures import n_rows_of
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs
+from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.axis_windows import WindowStore
-from pinfeed.stores.chunked import ChunkedStore
-from pinfeed.stores.concat_chunks import ConcatChunks
+from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import Gather, run_gather
-from pinfeed.stores.leaves import leaves_of
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.stores.opened import open_store
+from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import (
     Array,
-    ClosedOnExit,
+    ReadOnly,
     Store,
     checked_gather,
     in_words,
@@ -115,15 +113,13 @@ def source_ids(sources: Mapping[str, Any] | Sequence[Any]) -> Store:
     return ConcatStore([ArrayStore(part) for part in parts])
 
 
-class ConcatStore(ClosedOnExit):
+class ConcatStore(ReadOnly):
     """Rows of several stores, one after the other; read-only.
 
     Args:
         parts: Stores with rows of one shape and dtype, at least one.
         owned: The parts that this store closes.
     """
-
-    writable = False
 
     def __init__(self, parts: Sequence[Store], owned: Sequence[Store] = ()) -> None:
         self.parts = tuple(parts)
@@ -182,17 +178,6 @@ class ConcatStore(ClosedOnExit):
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
         for number, part in runs.by_part(self._ends):
             self._gathers[number](part, out)
-
-    def scatter(self, rows: Rows, values: Array) -> None:
-        """Refuse to write: the store is read-only.
-
-        Raises:
-            WriteBackError: Always.
-        """
-        raise WriteBackError(f"{self!r} is read-only; write to the sources of concat() themselves")
-
-    def flush(self) -> None:
-        """Do nothing, because nothing was written."""
 
     def close(self) -> None:
         """Close the stores that were opened from paths. Further calls do nothing."""
@@ -304,3 +289,57 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
     ]
     joined: RaggedStore = leaves[0].joined(parts, offsets)
     return joined
+
+
+class ConcatChunks(ChunkedStore):
+    """Rows of several chunked stores, one after the other; read-only.
+
+    Args:
+        parts: Stores with rows of one shape and dtype, at least one; they must stay open.
+        owned: The parts that this store closes.
+    """
+
+    def __init__(self, parts: Sequence[ChunkedStore], owned: Sequence[Store] = ()) -> None:
+        self.parts = tuple(parts)
+        self._owned = tuple(owned)
+        self._ends = np.cumsum([part.n_rows for part in parts])
+        begins = self._ends - [part.n_rows for part in parts]
+        bounds = [part.bounds[:-1] + begin for part, begin in zip(parts, begins, strict=True)]
+        self._decoding_chunks = max(part._decoding_chunks for part in parts)
+        self._max_decodes = min(part._max_decodes for part in parts)
+        self._run_bytes = min(self._run_bytes, *(part._run_bytes for part in parts))
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        layout = ChunkLayout(
+            f"{parts[0].label}{more}",
+            parts[0].dtype,
+            parts[0].row_shape,
+            np.append(np.concatenate(bounds), self._ends[-1]),
+            paths=tuple(path for part in parts for path in part.paths),
+        )
+        super().__init__(layout)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # No caller has the parts that were unpickled.
+        self._owned = self.parts
+
+    @property
+    def version(self) -> object:
+        return [part.version for part in self.parts]
+
+    @property
+    def piece_rows(self) -> int:
+        found = {part.piece_rows for part in self.parts}
+        return found.pop() if len(found) == 1 else self.chunk_rows
+
+    def close(self) -> None:
+        """Free the chunks, and close the stores that were opened from paths."""
+        super().close()
+        for part in self._owned:
+            part.close()
+
+    def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+        done = 0
+        for number, first, n in cut_run(start, stop, self._ends):
+            self.parts[number].read_chunks(first, first + n, out[done : done + n])
+            done += n

@@ -16,7 +16,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.mapped_store import FileMap
 from pinfeed.stores.page_cache import PageCache
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
 
@@ -25,12 +25,6 @@ Bytes = npt.NDArray[np.uint8]
 # Reads that wait for the disk at the same time. On a virtual disk and on NVMe, more were no faster
 # and fewer did not saturate the disk.
 _MAX_THREADS = 16
-SPAN_BYTES = 256 << 10
-"""Bytes of a file that are read at once for rows that overlap, without the end of the last row."""
-
-# Fewest consecutive rows that are read together if they overlap or have short gaps.
-_SPAN_ROWS = 16
-
 # Fewest rows for which it is worth starting a thread.
 _ROWS_PER_THREAD = 4
 
@@ -66,7 +60,10 @@ class FileReader:
             raise FileMissing(
                 f"{layout.path} no longer exists; it was removed since its header was read"
             ) from None
-        weakref.finalize(self, os.close, self._fd)
+        # The garbage collector calls the finalizers of the objects of a cycle before it ends a loop
+        # in this cycle, which still writes rows. It does not track arrays, and frees them later.
+        self._is_open = np.empty(0)
+        weakref.finalize(self._is_open, os.close, self._fd)
         found = os.fstat(self._fd)
         if (found.st_dev, found.st_ino) != inode:
             raise ReadError(
@@ -76,21 +73,7 @@ class FileReader:
         self._check_size()
         self._cache = PageCache(self._fd, layout.end, keep=keep_cache)
         # Finalizers run in reverse order, so this one runs before the descriptor is closed.
-        weakref.finalize(self, self._cache.drop_all)
-
-    def read_run(self, first: int, out: Bytes) -> None:
-        """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes).
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        gap = self._layout.gap
-        if not gap:
-            self._read_bytes(self._layout.begin(first), out.reshape(-1))
-        elif gap <= mmap.PAGESIZE:
-            self._read_spans(first, out)
-        else:
-            self.read_runs(Runs.one(first, len(out)), out)
+        weakref.finalize(self._is_open, self._cache.drop_all)
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
         """Read runs of rows to their positions in ``out``.
@@ -107,35 +90,12 @@ class FileReader:
             ReadError: If the file has shrunk or cannot be read.
         """
         runs = runs.merged()
-        gap = self._layout.gap
-        if gap:
-            if gap <= mmap.PAGESIZE:
-                runs = self._read_long_runs(runs, out)
-                if not len(runs.lengths):
-                    return
+        if self._layout.gap:
             runs = Runs.of_rows(runs.rows(), runs.positions())
         if len(runs.lengths) == 1:
             self._read_one(runs, 0, out)
         else:
             self._read_each(runs, out)
-
-    def _read_long_runs(self, runs: Runs, out: Bytes) -> Runs:
-        """Read long runs of rows that overlap or have short gaps; return the other runs."""
-        is_long = runs.lengths >= _SPAN_ROWS
-        for first, n_rows, place in zip(*runs.take(np.flatnonzero(is_long)), strict=True):
-            self._read_spans(int(first), out[place : place + n_rows])
-        return runs.take(np.flatnonzero(~is_long))
-
-    def _read_spans(self, first: int, out: Bytes) -> None:
-        """Read consecutive rows that overlap or have short gaps; most bytes are read once."""
-        layout = self._layout
-        step = max(1, SPAN_BYTES // layout.stride)
-        for i in range(0, len(out), step):
-            n = min(step, len(out) - i)
-            span = np.empty(layout.span(n), np.uint8)
-            self._read_bytes(layout.begin(first + i), span)
-            strides = (layout.stride, 1)
-            out[i : i + n] = np.ndarray((n, layout.row_nbytes), np.uint8, span, 0, strides)
 
     def _read_bytes(self, begin: int, out: Bytes) -> None:
         """Read the bytes from ``begin`` on into ``out``, which has one axis."""

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import ClosedError, WriteBackError
+from pinfeed.errors import ClosedError
 from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.store import Array, ClosedOnExit, checked_gather, run_of
+from pinfeed.stores.store import Array, ReadOnly, checked_gather, run_of
 
 
 def only_reads_files(store: object) -> bool:
@@ -42,7 +42,7 @@ def rows_version(stores: Iterable[FileStore]) -> object:
     return versions
 
 
-class FileStore(ClosedOnExit):
+class FileStore(ReadOnly):
     """Rows of files, which any thread may gather; read-only, unless a subclass writes them.
 
     A store that has opened its files itself can be pickled, and opens them again after unpickling.
@@ -54,7 +54,6 @@ class FileStore(ClosedOnExit):
         dtype: Native dtype of the rows.
     """
 
-    writable: bool = False
     nbytes: int
     """Bytes of all rows; bytes that several rows share count once."""
 
@@ -131,17 +130,13 @@ class FileStore(ClosedOnExit):
         run = run_of(rows)
         place = None if run is None else run_of(positions)
         if run is not None and place is not None:
-            self._gather_run(run, out[place])
+            self.gather_runs(Runs.one(run.start, len(rows)), out[place])
             return
         if (positions[1:] < positions[:-1]).any():
             order = positions.argsort()
             rows = rows[order]
             positions = positions[order]
         self.gather_runs(Runs.of_rows(rows, positions), out)
-
-    def _gather_run(self, run: slice, out: Array) -> None:
-        """Copy consecutive rows into ``out``, of as many rows."""
-        self.gather_runs(Runs.one(run.start, len(out)), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
@@ -151,17 +146,6 @@ class FileStore(ClosedOnExit):
             ClosedError: As for ``gather``.
         """
         raise NotImplementedError
-
-    def scatter(self, rows: Rows, values: Array) -> None:
-        """Refuse to write: the store is read-only.
-
-        Raises:
-            WriteBackError: Always.
-        """
-        raise WriteBackError(f"{self!r} is read-only")
-
-    def flush(self) -> None:
-        """Do nothing, because nothing was written."""
 
     def close(self) -> None:
         """Close the files. Further calls do nothing."""

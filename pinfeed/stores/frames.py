@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 
 from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.libraries import check_names
+from pinfeed.stores.arrow import ArrowStore, nulls_error
+from pinfeed.stores.libraries import check_names, is_of
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 _LEAVE_OUT = "or leave the column out (df.drop)"
 _EXPECTED = "expected numbers or booleans"
@@ -68,9 +67,7 @@ def frame_series(source: Any, name: str) -> dict[Any, Any] | None:
     Raises:
         StoreError: If the frame has no columns, or two columns have the same name.
     """
-    # If a library is not loaded, the source cannot be one of its frames.
-    polars = sys.modules.get("polars")
-    if not is_pandas(source) and not (polars and isinstance(source, polars.DataFrame)):
+    if not is_pandas(source) and not is_of(source, "polars", "DataFrame"):
         return None
     names = list(source.columns)
     if not names:
@@ -81,8 +78,7 @@ def frame_series(source: Any, name: str) -> dict[Any, Any] | None:
 
 def is_pandas(source: Any) -> bool:
     """Return whether an object is a pandas DataFrame, without importing the library."""
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(source, pandas.DataFrame)
+    return is_of(source, "pandas", "DataFrame")
 
 
 def pandas_store(series: Any, name: str) -> FrameStore:
@@ -100,7 +96,7 @@ def pandas_store(series: Any, name: str) -> FrameStore:
         return ArrowStore(series.array.__arrow_array__(), name=name)
     elif (numbers := numbers_of_masked(kind)) is not None:
         if series.isna().any():
-            raise _nulls_error(name, "df.fillna", "df.dropna")
+            raise nulls_error(name)
         return read_only(series.to_numpy(dtype=numbers), name)
     raise _type_error(name, str(kind), _PANDAS_ADVICE)
 
@@ -123,7 +119,7 @@ def polars_store(series: Any, name: str) -> FrameStore:
     if kind.partition("(")[0] in _POLARS_ADVICE:
         raise _type_error(name, kind, _POLARS_ADVICE)
     if series.null_count():
-        raise _nulls_error(name, "df.fill_null", "df.drop_nulls")
+        raise nulls_error(name)
     if series.dtype.is_numeric() and series.n_chunks() == 1:
         return read_only(series.to_numpy(), name)
     return ArrowStore(polars_to_arrow(series, name), name=name)
@@ -148,13 +144,6 @@ def read_only(array: Array, name: str) -> ArrayStore:
     view = array.view()
     view.flags.writeable = False
     return ArrayStore(view, name=name)
-
-
-def _nulls_error(name: str, fill: str, drop: str) -> StoreError:
-    return StoreError(
-        f"{name} has nulls, but tensors have no nulls; fill them ({fill}), drop their rows "
-        f"({drop}), {_LEAVE_OUT}"
-    )
 
 
 def _type_error(name: str, kind: str, advice: dict[str, str]) -> StoreError:

@@ -13,19 +13,22 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
-from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
-from pinfeed.stores.chunked_array import ChunkedArray
-from pinfeed.stores.hdf5_chunks import RawChunks
-from pinfeed.stores.hdf5_parts import missing_part
-from pinfeed.stores.libraries import imported, library_errors
+from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.hdf5_chunks import RawChunks, missing_part
+from pinfeed.stores.libraries import (
+    imported,
+    library_errors,
+    listed,
+    nullable_values,
+    require_plain_numbers,
+)
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import Path, local_path, require_regular
 from pinfeed.stores.store import Array
-from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag, explain_arguments
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10
@@ -33,14 +36,6 @@ _PIECE_BYTES = 256 << 10
 _STACKED_ITEMS = 256
 # Decoded chunks that HDF5 keeps of all files of a virtual dataset.
 _VIRTUAL_CACHE_BYTES = 16 << 20
-_N_SHOWN = 8
-
-_HINTS = {
-    "path file filename": "the path is the first positional argument",
-    "dataset key": "the name of the dataset is name=",
-    "mode": "an HDF5Store is read-only; leave it out",
-    "mask_and_scale decode_cf raw": "to read the stored numbers, give as_stored=True",
-}
 
 
 class HDF5Store(ChunkedArray):
@@ -85,7 +80,7 @@ class HDF5Store(ChunkedArray):
     # The chunk as it is in the file, without gzip, and without shuffle.
     _decoding_chunks = 3
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
         check_flag(as_stored, "as_stored")
         h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('hdf5')}")
@@ -212,24 +207,20 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _open(path: Path, name: str | None) -> Any:
+def _open(path: Path, name: str | None, cache_nbytes: int = 0) -> Any:
     """Open a dataset of a file; the caller closes ``dataset.file``."""
-    dataset = _open_dataset(path, name, 0)
-    if not dataset.is_virtual:
-        return dataset
-    n_parts = dataset.id.get_create_plist().get_virtual_count()
-    dataset.file.close()
-    return _open_dataset(path, name, _VIRTUAL_CACHE_BYTES // max(1, n_parts))
-
-
-def _open_dataset(path: Path, name: str | None, cache_nbytes: int) -> Any:
     file = _open_file(path, cache_nbytes)
     try:
         with _h5py_errors(path, name):
-            return _dataset_of(file, name)
+            dataset = _dataset_of(file, name)
     except BaseException:
         file.close()
         raise
+    if cache_nbytes or not dataset.is_virtual:
+        return dataset
+    n_parts = dataset.id.get_create_plist().get_virtual_count()
+    file.close()
+    return _open(path, name, max(1, _VIRTUAL_CACHE_BYTES // max(1, n_parts)))
 
 
 def _open_file(path: Path, cache_nbytes: int = 0) -> Any:
@@ -277,31 +268,13 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     if isinstance(item, h5py.Dataset):
         return item
     found = dataset_names(file)
-    _refuse_encoded(file, name)
     if name is None and len(found) == 1:
         return file[found[0]]
-    shown = ", ".join(map(repr, found[:_N_SHOWN])) or "none"
-    more = f" and {len(found) - _N_SHOWN} more" if len(found) > _N_SHOWN else ""
     asked = f"has no dataset {name!r}" if name is not None else f"has {len(found)} datasets"
     raise StoreError(
-        f"{file.filename} {asked}; expected the name of one of its datasets: {shown}{more}; give "
-        "HDF5Store(path, name)"
+        f"{file.filename} {asked}; expected the name of one of its datasets: {listed(found)}; "
+        "give HDF5Store(path, name)"
     )
-
-
-def _refuse_encoded(file: Any, name: str | None) -> None:
-    """Raise StoreError if a name is that of a matrix or a column of AnnData in several datasets."""
-    item = None if name is None else file.get(name)
-    kind = "" if item is None else str(item.attrs.get("encoding-type", ""))
-    advice = {
-        "csr_matrix": f"give SparseStore(path, {name!r})",
-        "categorical": f"give HDF5Store(path, '{name}/codes'); -1 is a missing value",
-    }
-    if kind in advice:
-        raise StoreError(
-            f"{file.filename}: {name!r} is a {kind} of AnnData, in several datasets; expected a "
-            f"dataset; {advice[kind]}"
-        )
 
 
 def dataset_names(file: Any) -> list[str]:
@@ -316,27 +289,19 @@ def dataset_names(file: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def hdf5_root(path: Path) -> Iterator[Any]:
-    """Open the root group of a file, until the context ends."""
-    imported("h5py", f"h5py is needed to read HDF5 files; {install_line('hdf5')}")
-    with _open_file(path) as file, _h5py_errors(path, None):
-        yield file
-
-
-@contextlib.contextmanager
-def hdf5_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
+def hdf5_group(source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
     """Open a file to read a group of it, or take an open group; return it and the name of the file.
 
     Raises:
         StoreError: If the file is not an HDF5 file, or is damaged.
     """
-    imported("h5py", f"SparseStore: h5py is needed; {install_line('hdf5')}")
+    imported("h5py", f"h5py is needed to read HDF5 files; {install_line('hdf5')}")
     with contextlib.ExitStack() as stack:
         parent = source
         if isinstance(source, (str, os.PathLike)):
             parent = stack.enter_context(_open_file(os.path.abspath(local_path(source))))
         else:
-            _require_valid(source, "SparseStore")
+            _require_valid(source, "h5py.Group")
         path = os.fspath(os.path.basename(parent.file.filename))
         with _h5py_errors(path, key):
             yield parent, path
@@ -398,10 +363,6 @@ def _check_type(dtype: np.dtype[Any], label: str) -> None:
             "rows of different lengths; give pinfeed.RaggedStore(values, offsets), or pad them to "
             "one length"
         )
-    elif h5py.check_ref_dtype(dtype) is not None:
-        problem = "references to other objects; give the dataset to which they refer"
-    elif dtype.subdtype is not None:
-        problem = "arrays as items; save them as additional axes of the dataset"
     if problem:
         raise StoreError(f"{label} has {problem}")
     check_dtype(dtype, label)

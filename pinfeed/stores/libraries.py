@@ -1,11 +1,14 @@
-"""Libraries of file formats: their imports, and their errors."""
+"""Libraries of file formats: their imports, their errors, and what their numbers mean."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from pinfeed.errors import MissingDependency, PinfeedError, StoreError, described
 
@@ -24,6 +27,19 @@ def imported(name: str, problem: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependency(problem) from error
+
+
+def is_of(value: Any, library: str, *names: str) -> bool:
+    """Return whether an object is of one of some classes of a library, which is not imported."""
+    # If a library is not loaded, no object can be of its classes.
+    module = sys.modules.get(library)
+    return module is not None and isinstance(value, tuple(getattr(module, one) for one in names))
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return the names that an error lists, and the number of those that it does not."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(map(repr, names[:most])) or "none") + more
 
 
 def check_names(names: Sequence[Any], place: str, advice: str) -> None:
@@ -57,3 +73,68 @@ def library_errors(place: str, library: str, expected: str) -> Iterator[None]:
         raise StoreError(
             f"{place}: {library} cannot open it ({described(error)}); expected {expected}"
         ) from error
+
+
+# Attributes of the CF conventions and of MATLAB that change what the stored numbers mean.
+_ATTRIBUTES = (
+    *("scale_factor", "add_offset", "_FillValue", "missing_value"),
+    *("valid_min", "valid_max", "valid_range", "_Unsigned", "MATLAB_empty"),
+)
+# Values of these attributes that change nothing.
+_NEUTRAL = {"scale_factor": 1, "add_offset": 0, "_Unsigned": "false", "MATLAB_empty": 0}
+# NaN as text in the attributes of Zarr arrays. xarray writes the second, its bytes in base64.
+_NAN_TEXTS = ("NaN", "AAAAAAAA+H8=")
+
+
+def require_plain_numbers(
+    attributes: Mapping[str, Any],
+    dtype: np.dtype[Any],
+    label: str,
+    *,
+    column: Any = None,
+    missing: str = "",
+) -> None:
+    """Check that the stored numbers of an array of h5py or zarr mean what they say.
+
+    Args:
+        attributes: Attributes of the array.
+        dtype: Dtype of the array.
+        label: Name of the array in errors.
+        column: The group of the array, if it may be a nullable column of AnnData.
+        missing: Part of the array in whose place its library returns other numbers; empty if all
+            parts exist.
+
+    Raises:
+        StoreError: If an attribute changes what the numbers mean, or if a mask or a missing part
+            means that numbers are missing.
+    """
+    present = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
+    found = [f"{name}={one}" for name, one in present.items() if _changes(name, one, dtype)]
+    todo = "and convert the numbers in device_transform"
+    if found:
+        problem = f"attributes change what its numbers mean: {', '.join(found)}"
+    elif missing:
+        problem = f"its library returns other numbers in the place of {missing}"
+        todo = "to read these"
+    elif column is not None and nullable_values(column) is not None and np.any(column["mask"][...]):
+        problem = "its mask of AnnData marks missing values"
+        todo = "and the mask as a second source"
+    else:
+        return
+    raise StoreError(
+        f"{label}: {problem}; expected plain numbers, all of them; give as_stored=True to the "
+        f"HDF5Store or ZarrStore, {todo}"
+    )
+
+
+def _changes(name: str, value: Any, dtype: np.dtype[Any]) -> bool:
+    if name in ("_FillValue", "missing_value"):
+        is_nan = value in _NAN_TEXTS if isinstance(value, str) else np.all(value != value)
+        return not (is_nan and dtype.kind in "fcV")
+    return bool(np.any(value != _NEUTRAL.get(name)))
+
+
+def nullable_values(group: Any) -> Any:
+    """Return the numbers of a nullable column that AnnData wrote as a group; else None."""
+    kind = str(group.attrs.get("encoding-type", ""))
+    return group["values"] if kind in ("nullable-integer", "nullable-boolean") else None

@@ -19,12 +19,11 @@ from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.memory.proc_maps import file_key
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
-from pinfeed.stores.file_reader import SPAN_BYTES, FileReader
+from pinfeed.stores.file_reader import FileReader
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.mapped_store import FileMap, MappedStore, is_safe_to_map
 from pinfeed.stores.paths import file_version
-from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.sharded_file import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.store import Array, checked_scatter
 from pinfeed.validation.arguments import check_flag
 
@@ -32,8 +31,6 @@ from pinfeed.validation.arguments import check_flag
 _MAX_OPEN = 64
 # Rows are written in chunks of this size; a scatter may copy a chunk.
 _CHUNK_BYTES = 4 << 20
-# Gathers that run at the same time: windows are read ahead by this many threads.
-_N_GATHERS = 4
 # Longest tick of the clock for the times of files.
 _TICK_NS = 10_000_000
 
@@ -108,14 +105,8 @@ class LocalFileStore(ShardedStore):
 
     @property
     def resident_bytes(self) -> int:
-        """Memory for a scatter, or for a gather of rows that overlap or have gaps, in bytes.
-
-        A scatter reorders and byte-swaps rows. A gather reads a span of the file for several rows.
-        """
-        if self.writable:
-            return 2 * _CHUNK_BYTES
-        has_spans = any(layout.gap for layout in self._layouts)
-        return _N_GATHERS * (SPAN_BYTES + self.row_nbytes) if has_spans else 0
+        """Memory for a scatter, which reorders and byte-swaps rows, in bytes."""
+        return 2 * _CHUNK_BYTES if self.writable else 0
 
     @property
     def keep_cache(self) -> bool:
@@ -177,15 +168,6 @@ class LocalFileStore(ShardedStore):
         numbers = [number for number, layout in enumerate(self._layouts) if layout.n_rows]
         maps = [self._reader(number).map() for number in numbers]
         return [self._layouts[number] for number in numbers], maps
-
-    def _gather_run(self, run: slice, out: Array) -> None:
-        target = as_bytes(out)
-        done = 0
-        for number, first, n in cut_run(run.start, run.stop, self._ends):
-            self._reader(number).read_run(first, target[done : done + n])
-            done += n
-        if not self.is_native:
-            out.byteswap(inplace=True)
 
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""

@@ -22,19 +22,11 @@ from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.host_rows import Gather
 from pinfeed.stores.page_cache import can_tell
-from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, as_bytes
-from pinfeed.stores.store import SMALL_GATHER_BYTES, Array, checked_gather, run_of
+from pinfeed.stores.sharded_file import RowLayout, ShardedStore
+from pinfeed.stores.store import Array, checked_gather
 
 Bytes = npt.NDArray[np.uint8]
 
-# Rows for scattered positions of the output are gathered in pieces of this size, which stay in the
-# CPU cache until they are copied to their positions.
-_PIECE_BYTES = 256 << 10
-# Windows of at least this many bytes are copied one by one. Then, windows of 16 KiB take 0.8 us
-# each instead of 0.9 us, and windows of 120 KiB take 3.4 us instead of 8.7 us. Shorter windows
-# would take longer, because numpy needs 0.3 us for each copy.
-_LONG_ROW_BYTES = 16 << 10
 # One page is checked per this many bytes, as a sample of all pages.
 _SAMPLED_BYTES = 4 << 20
 
@@ -76,8 +68,6 @@ class MappedStore(ShardedStore):
         """
         if self._memory_rows is not None:
             return self._memory_rows.gather
-        if len(self._maps) == 1 and not self._swapped:
-            return self._maps[0].read_all
         return self.gather_at
 
     def gather_at(self, rows: Rows, out: Array, positions: Rows | None = None) -> None:
@@ -160,40 +150,6 @@ class FileMap:
             found.count_maps(_MAPPED)
             weakref.finalize(self._bytes, found.count_maps, _UNMAPPED)
         self._rows: Bytes = np.ndarray((n, nbytes), np.uint8, self._bytes, begin, strides)
-        # Each row is one item of a strided array, because take would copy the whole file first.
-        self._items: npt.NDArray[np.void] | None = None
-        if layout.gap:
-            item = np.dtype((np.void, nbytes))
-            self._items = np.ndarray((n,), item, self._bytes, begin, strides[:1])
-
-    def read_all(self, rows: Rows, out: Array) -> None:
-        """Copy rows in any order into ``out``, without the compiled functions.
-
-        Args:
-            rows: Row indices in range, shape (n,).
-            out: C-contiguous array of n rows, in the dtype of the file.
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        if not len(rows):
-            return
-        # This is faster than check_size, which is called for its error.
-        if os.lseek(self._fd, 0, os.SEEK_END) < self._layout.end:
-            self._check_size()
-        out = as_bytes(out)
-        if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
-            out[...] = self._rows[run]
-        elif self._items is None:
-            # With mode="raise", numpy would gather into a temporary buffer first.
-            self._rows.take(rows, axis=0, out=out, mode="clip")
-        elif self._layout.row_nbytes >= _LONG_ROW_BYTES:
-            copy_runs(self._rows, Runs.of_rows(rows), out)
-        else:
-            step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
-            for i in range(0, len(rows), step):
-                piece = self._items[rows[i : i + step]]
-                out[i : i + step] = as_bytes(piece)
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
         """Copy runs of rows to their positions in ``out``, shape (n, row_nbytes).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +31,8 @@ from pinfeed.stores.frames import (
     polars_to_arrow,
 )
 from pinfeed.stores.host_rows import gather_rows, unchecked_gather
+from pinfeed.stores.libraries import is_of
 from pinfeed.stores.opened import arrow_table, open_store
-from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -44,11 +43,6 @@ _STEP_ROWS = 1 << 13
 _STEP_ROW_NBYTES = 64
 # Most gathers that run at the same time.
 _MAX_GATHERS = 8
-
-_HINTS = {
-    "column": "a matrix has several columns: columns=[...]",
-    "name": "the names of the columns are columns=[...]",
-}
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class MatrixStore(FileStore):
                 [40.0000,     nan]])
     """
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def __init__(
         self,
         source: Any,
@@ -137,9 +131,10 @@ class MatrixStore(FileStore):
 
     @property
     def resident_bytes(self) -> int:
-        masks = [column.valid for column in self._columns.values()]
-        of_masks = sum(mask.n_rows for mask in masks if isinstance(mask, ArrayStore))
-        return of_masks + _MAX_GATHERS * _STEP_ROWS * _STEP_ROW_NBYTES
+        # Masks, and booleans of Arrow columns, have a byte for each row.
+        stores = [store for one in self._columns.values() for store in (one.values, one.valid)]
+        unpacked = sum(store.n_rows for store in stores if store and store.dtype == np.bool_)
+        return unpacked + _MAX_GATHERS * _STEP_ROWS * _STEP_ROW_NBYTES
 
     def gather(self, rows: Rows, out: Array) -> None:
         self.gather_unchecked(checked_gather(self, rows, out), out)
@@ -201,16 +196,10 @@ def _columns_of(source: Any, wanted: list[Any] | None, kind: str) -> dict[Any, _
     if isinstance(source, Mapping):
         chosen = _chosen(source, wanted, kind)
         return {name: _other_column(one, f"{kind}[{name!r}]") for name, one in chosen.items()}
-    if isinstance(source, str) or hasattr(source, "__fspath__"):
-        hint = (
-            ""
-            if has_protocol(source)
-            else "; for Parquet files, give ParquetStore(path, columns=[...])"
-        )
-        raise StoreError(f"MatrixStore({source!r}): a path; expected a table in memory{hint}")
     raise StoreError(
         f"MatrixStore: got {kind}; expected a pandas or polars DataFrame, a pyarrow.Table, a "
-        "Hugging Face dataset, or a dict of columns; give an array straight to the Feeder"
+        "Hugging Face dataset, or a dict of columns; for Parquet files, give ParquetStore(path, "
+        "columns=[...]), and give an array straight to the Feeder"
     )
 
 
@@ -278,8 +267,7 @@ def _arrow_column(column: Any, name: str, indices: Any = None) -> _Column:
 
 
 def _other_column(source: Any, name: str) -> _Column:
-    pyarrow = sys.modules.get("pyarrow")
-    if pyarrow is not None and isinstance(source, (pyarrow.ChunkedArray, pyarrow.Array)):
+    if is_of(source, "pyarrow", "ChunkedArray", "Array"):
         return _arrow_column(source, name)
     is_opened = not is_store(source)
     store = open_store(source, name) if is_opened else source

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
-import glob
 import io
 import math
 import os
@@ -20,7 +19,7 @@ import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError, described
 from pinfeed.stores.paths import pattern_hint, require_regular
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file, of_folder
 
@@ -74,8 +73,6 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
         raise FileMissing(_missing(path)) from None
     except IsADirectoryError:
         found = of_folder(path)
-        if _has_parquet(path):
-            found = f"Parquet files: give pinfeed.ParquetStore({path!r}, columns=[...])"
         kind = f" (it looks like {found})" if found else ""
         raise StoreError(
             f"{path} is a directory{kind}; expected a .npy file, or a pattern such as "
@@ -83,24 +80,8 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
         ) from None
 
 
-def _has_parquet(folder: str) -> bool:
-    """Return whether a folder has Parquet files, or folders ``key=value`` that have some."""
-    inside = glob.escape(folder)
-    patterns = (os.path.join(inside, name) for name in ("*.parquet", "*=*/**/*.parquet"))
-    return any(True for pattern in patterns for _ in glob.iglob(pattern, recursive=True))
-
-
 def _missing(path: str) -> str:
     """Return an error message about a file that does not exist."""
-    file, colon, name = path.rpartition(":")
-    suffix = os.path.splitext(file)[1].lower()
-    kind = {".h5": "HDF5Store", ".hdf5": "HDF5Store", ".zarr": "ZarrStore"}.get(suffix)
-    kind = "ParquetStore" if suffix == ".parquet" else kind
-    if colon and kind is not None and os.path.exists(file):
-        return (
-            f"{path}: no such file; only the command line accepts this spelling; give "
-            f"pinfeed.{kind}({file!r}, {name!r})"
-        )
     text = f"{path}: no such file (looked in {os.getcwd()})"
     if os.path.splitext(path)[1].lower() in ("", ".npy"):
         text += "; expected a .npy file, as numpy.save writes it"

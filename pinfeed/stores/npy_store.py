@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.axis_windows import AxisWindow, AxisWindows, WindowStore, axis_windows
+from pinfeed.stores.layouts import raw_layout, series_layout, window_layouts
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
-from pinfeed.stores.raw_layouts import Windows, raw_layout, series_layout
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.spanning_windows import SpanningFiles
 from pinfeed.stores.store import Array, Store, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
@@ -48,16 +48,9 @@ HINTS = {
 """Advice for arguments that numpy has under these names."""
 
 _WINDOW_HINTS = {
-    **HINTS,
-    "window window_size size seq_len block_size context_length": "the number of items per window "
-    "is length=",
-    "stride hop hop_length": "the distance between windows is step=",
-    "horizon target_length prediction_length": "give inputs length= and span=, and targets "
-    "length=, start= and the same span=",
-    "shape": "the file has one axis of items; give length= and dtype=",
-    "cross_files span_files join_files": "windows extend over the ends of files with "
-    "across_files=True",
-    "mode": "windows are read-only, because they may overlap; leave it out",
+    "window size seq_len block_size": "the number of items per window is length=",
+    "hop hop_length": "the distance between windows is step=",
+    "span_files join_files": "windows extend over the ends of files with across_files=True",
 }
 
 
@@ -221,26 +214,24 @@ class NpyStore(LocalFileStore):
             feeder = Feeder((past, future), batch_size=64, shuffle=True)
         """
         check_flag(across_files, "across_files")
+        axes = axis_windows(axis, length, step, stride, start, span)
+        items = [series_layout(p, dtype, offset) for p in local_paths(path)]
         if axis != 0 or stride != 1:
             if across_files:
                 raise ArgumentError(
                     f"across_files=True with axis={axis!r}, stride={stride!r}: windows extend over "
                     "the ends of files only along axis 0, without a stride; leave one out"
                 )
-            axes = axis_windows(axis, length, step, stride, start, span)
-            arrays = [series_layout(p, dtype, offset) for p in local_paths(path)]
-            parts = [_axis_windows(array, axes) for array in arrays]
-            flat = [_flat(array, max(axes) + 1) for array in arrays]
-            _check_inner_axes(parts, arrays)
+            parts = [_axis_windows(array, axes) for array in items]
+            flat = [_flat(array, max(axes) + 1) for array in items]
+            _check_inner_axes(parts, items)
             store = cls._of_layouts(flat, "r", keep_cache, memory_map)
             return WindowStore(store, parts, owned=True)
-        windows = Windows(length, step, start, span)
-        items = [series_layout(p, dtype, offset) for p in local_paths(path)]
         if across_files:
             store = _SpanningNpyStore._of_layouts(items, "r", keep_cache, memory_map)
-            store._divide(windows)
+            store._divide(axes[0])
             return store
-        return cls._of_layouts(windows.layouts(items), "r", keep_cache, memory_map)
+        return cls._of_layouts(window_layouts(items, axes[0]), "r", keep_cache, memory_map)
 
     def flat(self, n_axes: int) -> NpyStore:
         """Return a store of the same bytes whose rows are numbered through ``n_axes`` axes.
@@ -275,7 +266,7 @@ class NpyStore(LocalFileStore):
             StoreError: If a file is not a safetensors file, or has no such tensor, or if the tensor
                 has no rows or a dtype that torch does not have.
         """
-        from pinfeed.stores.safetensors import tensor_layout
+        from pinfeed.stores.layouts import tensor_layout
 
         layouts = [tensor_layout(p, name) for p in local_paths(path)]
         return cls._of_layouts(layouts, mode, keep_cache, memory_map)

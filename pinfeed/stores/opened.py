@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from pinfeed.errors import StoreError
+from pinfeed.memory.proc_maps import file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.frames import frame_columns
 from pinfeed.stores.hdf5 import HDF5Store
-from pinfeed.stores.libraries import check_names
+from pinfeed.stores.libraries import check_names, is_of
+from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.stores.numpy_memmap import store_of_map
 from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.store import Store
+from pinfeed.stores.sharded_file import RowLayout
+from pinfeed.stores.store import Array, Store, is_store
 from pinfeed.stores.zarr import ZarrStore
+from pinfeed.tensors.pytree import Rebuild, flatten
+from pinfeed.validation.suggestions import is_array_like
 
 
 def open_store(source: Any, name: str) -> Store:
@@ -45,23 +52,16 @@ def open_store(source: Any, name: str) -> Store:
 
 def _store_of_array(source: Any, name: str) -> Store | None:
     """Return a store of an array that another library opened; None for anything else."""
-    # If a library is not loaded, the source cannot be one of its arrays.
-    pyarrow = sys.modules.get("pyarrow")
-    if pyarrow is not None and isinstance(source, (pyarrow.ChunkedArray, pyarrow.Array)):
+    if is_of(source, "pyarrow", "ChunkedArray", "Array"):
         return ArrowStore(source, name=name)
-    h5py = sys.modules.get("h5py")
-    if h5py is not None and isinstance(source, h5py.Dataset):
+    if is_of(source, "h5py", "Dataset"):
         return HDF5Store(source)
-    zarr = sys.modules.get("zarr")
-    if zarr is not None and isinstance(source, zarr.Array):
-        return ZarrStore(source)
-    return None
+    return ZarrStore(source) if is_of(source, "zarr", "Array") else None
 
 
 def is_zarr_group(source: Any) -> bool:
     """Return whether an object is a group of Zarr arrays."""
-    zarr = sys.modules.get("zarr")
-    return zarr is not None and isinstance(source, zarr.Group)
+    return is_of(source, "zarr", "Group")
 
 
 def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
@@ -130,11 +130,7 @@ def arrow_table(source: Any, name: str) -> tuple[dict[str, Any], Any] | None:
     Raises:
         StoreError: If two columns have the same name, or if a dataset has a transform.
     """
-    # If pyarrow is not loaded, the source cannot be a table.
-    pyarrow = sys.modules.get("pyarrow")
-    if pyarrow is None:
-        return None
-    if isinstance(source, pyarrow.Table):
+    if is_of(source, "pyarrow", "Table"):
         check_names(source.column_names, name, "rename them with table.rename_columns")
         return dict(zip(source.column_names, source.columns, strict=True)), None
     if not _is_dataset(source):
@@ -185,3 +181,135 @@ def _check_format(
                 "remove the format with dataset.with_format(None), or convert the stored column "
                 "with dataset.cast_column"
             )
+
+
+def _is_store_or_array(value: Any) -> bool:
+    """Return whether an object is one source, not a structure of sources.
+
+    A Store is one source, and so is an array of another library such as Zarr. An object with a
+    shape and a dtype is a structure of sources if all its fields are arrays and tensors, as in a
+    TensorDict.
+    """
+    fields = list(getattr(value, "__dict__", {}).values())
+    is_structure = bool(fields) and all(
+        isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
+    )
+    is_array = is_array_like(value) and not is_structure
+    # A Zarr group is a dataclass, but its fields are not sources.
+    return is_store(value) or is_array or is_zarr_group(value)
+
+
+def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, list[Store]]:
+    """Flatten a source into its leaves, with the columns of each table, dataset, frame and file.
+
+    Args:
+        source: The user's source.
+        name: Name of the source in errors.
+
+    Returns:
+        The leaves, each with its path in the source; a function that builds the structure from new
+        leaves; and the stores of columns that were made.
+
+    Raises:
+        StoreError: If the source is a dict of Hugging Face datasets, or a column cannot be read.
+    """
+    if is_dataset_dict(source):
+        raise StoreError(
+            f"{name} is a DatasetDict of {', '.join(map(repr, source))}; expected one data set, "
+            "because its splits have other rows; give one of them, such as dataset['train']"
+        )
+    leaves, rebuild = flatten(source, is_leaf=_is_store_or_array)
+    found = [stores_of_columns(leaf, f"{name}{path}") for path, leaf in leaves]
+    made = [store for columns in found if columns is not None for store in columns.values()]
+    if all(columns is None for columns in found):
+        return leaves, rebuild, made
+    replaced = rebuild(
+        leaf if columns is None else columns
+        for columns, (_, leaf) in zip(found, leaves, strict=True)
+    )
+    return *flatten(replaced, is_leaf=_is_store_or_array), made
+
+
+def store_of_map(array: Any) -> NpyStore | None:
+    """Return a store of the file of a numpy memory map, or of sliding windows over one.
+
+    A store is better than the map, because a feeder reads its rows ahead and counts them in its
+    plan. In addition, a file that has shrunk is an error, while the map would end the process.
+
+    Returns:
+        A store, or None for anything else.
+    """
+    store = _store_of_whole(array) if isinstance(array, np.memmap) else None
+    if store is None and isinstance(array, np.ndarray):
+        store = _store_of_windows(array)
+    return store
+
+
+def _store_of_whole(array: np.memmap[Any, Any]) -> NpyStore | None:
+    """Return a store of the file that ``numpy.load(path, mmap_mode=...)`` has mapped."""
+    if (
+        not isinstance(array.base, mmap.mmap)
+        or array.filename is None
+        or array.mode not in ("r", "r+")
+    ):
+        # A part of a map, or a map with private changes.
+        return None
+    try:
+        header = read_header(os.fspath(array.filename))
+    except StoreError:
+        return None
+    if (header.offset, header.dtype, header.n_rows, *header.row_shape) != (
+        array.offset,
+        array.dtype,
+        *array.shape,
+    ):
+        return None
+    return NpyStore(header.path, mode=array.mode) if _is_file_of(array) else None
+
+
+def _store_of_windows(array: Array) -> NpyStore | None:
+    """Return a read-only store of the file over which ``sliding_window_view`` has made windows.
+
+    Addresses and strides of the windows say where each row is in the file. The result is
+    None if the rows do not overlap, or if the items of a row are not consecutive.
+    """
+    if array.ndim < 2 or not array.size:
+        return None
+    row_nbytes = array.itemsize * math.prod(array.shape[1:])
+    if not 0 < array.strides[0] < row_nbytes or not array[0].flags.c_contiguous:
+        return None
+    whole = _map_below(array)
+    if whole is None or whole.filename is None or whole.mode not in ("r", "r+"):
+        return None
+    begin = array.ctypes.data - whole.ctypes.data
+    gap = array.strides[0] - row_nbytes
+    layout = RowLayout(
+        os.fspath(whole.filename),
+        array.dtype,
+        len(array),
+        array.shape[1:],
+        whole.offset + begin,
+        gap,
+    )
+    if begin < 0 or layout.end > whole.offset + whole.nbytes or not _is_file_of(whole):
+        return None
+    layout = layout.check(os.path.getsize(layout.path))
+    return NpyStore._of_layouts([layout], "r", keep_cache=None, memory_map=True)
+
+
+def _map_below(array: Array) -> np.memmap[Any, Any] | None:
+    """Return the memory map that an array is a view of, or None."""
+    owner: Any = array
+    while owner is not None:
+        below = getattr(owner, "base", None)
+        if isinstance(owner, np.memmap) and isinstance(below, mmap.mmap):
+            return owner
+        owner = below
+    return None
+
+
+def _is_file_of(array: np.memmap[Any, Any]) -> bool:
+    """Return whether the file with the name of a map is the mapped file."""
+    mapping = mapping_at(array.ctypes.data)
+    # The file may have been removed or replaced since it was mapped.
+    return mapping is not None and mapping.file == file_key(os.fspath(array.filename or ""))

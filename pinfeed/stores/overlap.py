@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from pinfeed.stores.store import Array, Store
 _MAX_WORK = 1 << 16
 # Substitute for the address of a file's first byte. Strides may be negative.
 _FILE_BASE = 1 << 48
-
-# An array stays mapped to the same file while it exists.
-_mappings: weakref.WeakKeyDictionary[Store, list[FileMapping | None]] = weakref.WeakKeyDictionary()
 
 
 def share_rows(one: Store, other: Store) -> bool:
@@ -70,12 +66,7 @@ def _files(store: Store) -> set[FileKey | None]:
 
 def _mappings_of(store: Store) -> list[FileMapping | None]:
     """Return the file to which each array of a store is mapped, or None."""
-    arrays = _arrays(store)
-    if not arrays:
-        return []
-    if store not in _mappings:
-        _mappings[store] = [mapping_at(array.ctypes.data) for array in arrays]
-    return _mappings[store]
+    return [mapping_at(array.ctypes.data) for array in _arrays(store)]
 
 
 class _FileArray:

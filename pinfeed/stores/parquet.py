@@ -21,8 +21,6 @@ from pinfeed.stores.paths import Path
 from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import explain_arguments
 
-_HINTS = {"name": "the name of the column is column="}
-
 # Larger row groups are kept in pieces, so that a store need not keep them whole.
 _CHUNK_BYTES = 16 << 20
 
@@ -78,7 +76,7 @@ class ParquetStore(ChunkedStore):
     # Row groups are decoded one after the other, in the same memory.
     _run_bytes = sys.maxsize
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def __init__(
         self,
         path: Path | Sequence[Path],

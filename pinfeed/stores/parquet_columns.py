@@ -12,7 +12,6 @@ import numpy as np
 from pinfeed.errors import StoreError
 from pinfeed.stores.arrow import (
     RAGGED_ADVICE,
-    copy_run,
     nulls_error,
     ragged_error,
     rows_of_chunk,
@@ -80,7 +79,7 @@ class OneColumn:
         rows = rows_of_chunk(batch[name], self.label)
         if rows.shape[1:] != self.row_shape:
             raise ragged_error(self.label, self.row_shape, rows.shape[1:])
-        copy_run(rows, 0, out)
+        out[...] = rows
 
     def fill(self, shard: int, out: Array) -> None:
         """Do nothing, because all values are in the file."""

@@ -16,7 +16,7 @@ import numpy as np
 from pinfeed.errors import FileMissing, ReadError, StoreError
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, file_size, file_version, local_paths
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 # Name of the folder of rows without a value, as Hive writes it.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"

@@ -23,8 +23,8 @@ from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array, Store, in_words, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
-from pinfeed.validation.requirements import install_line
 from pinfeed.validation.safe_repr import safe_repr
+from pinfeed.validation.suggestions import install_line
 
 logger = logging.getLogger("pinfeed")
 
@@ -93,6 +93,8 @@ class PinnedStore(ArrayStore):
     ) -> PinnedStore:
         """Create a store of zeros; the system provides its memory when it is first used.
 
+        ``zeros`` is the same method.
+
         Args:
             shape: Shape (n_rows, *row_shape).
             dtype: Dtype of the rows.
@@ -109,12 +111,7 @@ class PinnedStore(ArrayStore):
         store._allocate(shape, dtype_of(dtype, "PinnedStore"), pin)
         return store
 
-    @classmethod
-    def zeros(
-        cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
-    ) -> PinnedStore:
-        """Create a store of zeros; the same as ``empty``."""
-        return cls.empty(shape, dtype, pin=pin)
+    zeros = empty
 
     @classmethod
     def normal(

@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.rows.length_batches import RowLengths
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
-from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
-from pinfeed.stores.item_parts import ItemParts
-from pinfeed.stores.ragged_offsets import check_offsets, read_offsets
+from pinfeed.stores.ragged_parts import ItemParts, check_offsets, read_offsets
 from pinfeed.stores.store import Array, ClosedOnExit, Store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -29,10 +28,8 @@ _LAYOUTS = ("offsets", "padded", "jagged", "packed")
 
 _HINTS = {
     "data": "the items are the first positional argument",
-    "pad_value": "the value of padded elements is padding=",
-    "padding_value": "the value of padded elements is padding=",
+    "pad_value padding_value pad_id": "the value of padded elements is padding=",
     "max_tokens": "give the Feeder rows=pinfeed.rows.element_batches(store.lengths, max_tokens)",
-    "pad_id": "the value of padded elements is padding=",
     "lengths": "give offsets: np.concatenate(([0], np.cumsum(lengths)))",
     "row_splits": "give them as offsets, the second argument",
 }
@@ -375,7 +372,6 @@ def _arrow_parts(column: Any) -> tuple[Any, Rows]:
         column = {name: column.column(name) for name in column.column_names}
     if not isinstance(column, Mapping):
         items, offsets = items_and_offsets(column)
-        _require_items(items, "the column")
         return ArrowStore(items, name="from_arrow"), offsets
     if not column:
         raise StoreError("from_arrow: got no columns; expected at least one column of lists")
@@ -384,32 +380,18 @@ def _arrow_parts(column: Any) -> tuple[Any, Rows]:
     expected = found[first][1]
     for name in others:
         _require_same_lengths(str(first), expected, str(name), found[name][1])
-    _require_items(found[first][0], str(first))
     stores = {name: ArrowStore(items, name=str(name)) for name, (items, _) in found.items()}
     return stores, expected
-
-
-def _require_items(items: Any, name: str) -> None:
-    """Raise StoreError if all lists of an Arrow column are empty."""
-    if not len(items):
-        raise StoreError(
-            f"from_arrow: all lists of {name} are empty; expected at least one item; leave the "
-            "column out"
-        )
 
 
 def _require_same_lengths(first: str, expected: Rows, name: str, offsets: Rows) -> None:
     """Raise StoreError unless the lists of two Arrow columns have the same lengths."""
     if np.array_equal(expected, offsets):
         return
-    if len(expected) != len(offsets):
-        raise StoreError(
-            f"from_arrow: {name} has {len(offsets) - 1} rows, and {first} has "
-            f"{len(expected) - 1}; expected equally many"
-        )
-    row = int(np.flatnonzero(np.diff(expected) != np.diff(offsets))[0])
+    n = min(len(expected), len(offsets))
+    different = np.flatnonzero(expected[:n] != offsets[:n])
+    row = int(different[0]) - 1 if len(different) else n - 1
     raise StoreError(
-        f"from_arrow: row {row} of {name} has {offsets[row + 1] - offsets[row]} items, and of "
-        f"{first} {expected[row + 1] - expected[row]}; expected lists of the same lengths; give "
-        "columns of other lengths as a RaggedStore each"
+        f"from_arrow: {name} and {first} have other lists from row {row} on; expected equally many "
+        "lists, of the same lengths; give columns of other lengths as a RaggedStore each"
     )

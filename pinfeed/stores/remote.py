@@ -36,13 +36,12 @@ from pinfeed.stores.libraries import imported
 from pinfeed.stores.npy_header import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
 from pinfeed.stores.retries import answers_of, require_connected, result_or_error
-from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.sharded_file import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 # Rows that are sorted into the order of the file at a time.
 _MAX_SORTED_ROWS = 1 << 16

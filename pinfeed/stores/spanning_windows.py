@@ -9,13 +9,12 @@ import numpy as np
 from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
+from pinfeed.stores.axis_windows import AxisWindow
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import Gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.mapped_store import FileMap, MappedStore
-from pinfeed.stores.raw_layouts import Windows
-from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.sharded_file import RowLayout, ShardedStore
 from pinfeed.stores.store import Array
 
 
@@ -26,53 +25,50 @@ class SpanningWindows(ShardedStore):
     runs, which are cut where files end.
     """
 
-    _windows: Windows
+    _window: AxisWindow
     # Items from one window to the next; 0 for a single window, whose step may be any number.
     _step: int
 
-    def _divide(self, windows: Windows) -> None:
+    def _divide(self, window: AxisWindow) -> None:
         """Make windows of the items the rows of the store, once in its life.
 
         Raises:
             StoreError: If the files have fewer items together than one window needs.
         """
-        n_rows = windows.count(self.n_rows)
+        n_rows = window.count(self.n_rows)
         if not n_rows:
             raise StoreError(
                 f"{self.label}: {self.n_rows:,} items in all files; expected at least "
-                f"{windows.in_words}; give a smaller length, or more files"
+                f"{window.in_words}; give a smaller length, or more files"
             )
-        self._windows = windows
-        self._step = windows.step if n_rows > 1 else 0
+        self._window = window
+        self._step = window.step if n_rows > 1 else 0
         self.n_rows = n_rows
-        self.row_shape = (windows.length, *self.row_shape)
-        self.row_nbytes *= windows.length
+        self.row_shape = (window.length, *self.row_shape)
+        self.row_nbytes *= window.length
 
     @property
     def overlaps(self) -> bool:
-        return self.n_rows > 1 and self._step < self._windows.length
+        return self.n_rows > 1 and self._step < self._window.length
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         super().gather_runs(self._item_runs(runs), self._items_of(out))
 
-    def _gather_run(self, run: slice, out: Array) -> None:
-        self.gather_runs(Runs.one(run.start, len(out)), out)
-
     def _item_runs(self, runs: Runs) -> Runs:
         """Return the run of items of each window of some runs."""
-        length = self._windows.length
+        length = self._window.length
         rows = runs.rows()
-        starts = rows * self._step + self._windows.start
+        starts = rows * self._step + self._window.start
         return Runs(starts, np.full(len(rows), length), runs.positions() * length)
 
     def _items_of(self, out: Array) -> Array:
         """Return an array of windows as an array of items, on the same memory."""
-        return out.reshape(len(out) * self._windows.length, *self.row_shape[1:])
+        return out.reshape(len(out) * self._window.length, *self.row_shape[1:])
 
     def _item_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first item of the windows [start, stop), and the item after their last one."""
-        first = self._windows.start
-        return first + start * self._step, first + (stop - 1) * self._step + self._windows.length
+        first = self._window.start
+        return first + start * self._step, first + (stop - 1) * self._step + self._window.length
 
 
 class SpanningFiles(SpanningWindows, LocalFileStore):
@@ -85,7 +81,7 @@ class SpanningFiles(SpanningWindows, LocalFileStore):
 
     def map_rows(self) -> MappedStore:
         layouts, maps = self._map_files()
-        return SpanningMap(layouts, maps, self._windows)
+        return SpanningMap(layouts, maps, self._window)
 
 
 class SpanningMap(SpanningWindows, MappedStore):
@@ -94,14 +90,14 @@ class SpanningMap(SpanningWindows, MappedStore):
     Args:
         layouts: Layout of the items of each file, at least one each.
         maps: Map of each file.
-        windows: The windows.
+        window: The windows over the items.
     """
 
     def __init__(
-        self, layouts: Sequence[RowLayout], maps: Sequence[FileMap], windows: Windows
+        self, layouts: Sequence[RowLayout], maps: Sequence[FileMap], window: AxisWindow
     ) -> None:
         super().__init__(layouts, maps)
-        self._divide(windows)
+        self._divide(window)
 
     @property
     def memory_rows(self) -> None:

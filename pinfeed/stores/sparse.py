@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.pages import huge
+from pinfeed.memory.pages import BufferPool, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.stores.host_rows import CheckStop, RunGather, UnreadPart, never

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.hdf5 import HDF5Store, hdf5_group
+from pinfeed.stores.libraries import listed
 from pinfeed.stores.store import Store, whole_numbers
 from pinfeed.stores.zarr import ZarrStore, zarr_group
 
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5", ".h5mu", ".loom")
-_N_SHOWN = 8
 _PARTS = ("data", "indices", "indptr")
 # Names of the format and of the shape: of AnnData since 0.7, and before.
 _FORMATS = (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape"))
@@ -101,7 +101,14 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
         is_path = isinstance(source, (str, os.PathLike))
         place = f"{os.fspath(source) if is_path else path}:{group.name}"
         attributes = dict(group.attrs)
-        shape = _shape(attributes, place, sorted(group.keys()), kind.__name__)
+        if not is_matrix(attributes):
+            raise StoreError(
+                f"{place} is not a sparse matrix; expected a group with the attributes "
+                f"encoding-type and shape, as AnnData writes it; the group has "
+                f"{listed(sorted(group.keys()))}; for an array in it, give "
+                f"{kind.__name__}(path, name)"
+            )
+        shape = matrix_shape(attributes, place)
         missing = [name for name in _PARTS if name not in group]
         if missing:
             raise StoreError(
@@ -129,10 +136,9 @@ def _group_of(parent: Any, key: str | None, path: str, store: str) -> Any:
     """
     found = parent if key is None else parent.get(key)
     if found is None:
-        names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
         raise StoreError(
             f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
-            f"'layers/counts'; it has {names or 'nothing'}"
+            f"'layers/counts'; it has {listed(sorted(parent.keys()))}"
         )
     if not hasattr(found, "keys"):
         raise StoreError(
@@ -140,23 +146,6 @@ def _group_of(parent: Any, key: str | None, path: str, store: str) -> Any:
             f"{store}(path, {key!r})"
         )
     return found
-
-
-def _shape(
-    attributes: Mapping[str, Any], place: str, names: Sequence[str], store: str
-) -> tuple[int, ...]:
-    """Return the shape of the matrix of a group, given its attributes.
-
-    Raises:
-        StoreError: If the group is not a sparse matrix in CSR format.
-    """
-    if is_matrix(attributes):
-        return matrix_shape(attributes, place)
-    raise StoreError(
-        f"{place} is not a sparse matrix; expected a group with the attributes encoding-type and "
-        f"shape, as AnnData writes it; the group has {', '.join(names) or 'nothing'}; for an "
-        f"array in it, give {store}(path, name)"
-    )
 
 
 def is_matrix(attributes: Mapping[str, Any]) -> bool:

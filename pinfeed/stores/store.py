@@ -183,6 +183,23 @@ class ClosedOnExit:
         raise NotImplementedError
 
 
+class ReadOnly(ClosedOnExit):
+    """A store that refuses to write."""
+
+    writable: bool = False
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        """Refuse to write: the store is read-only.
+
+        Raises:
+            WriteBackError: Always.
+        """
+        raise WriteBackError(f"{self!r} is read-only; write to its sources themselves")
+
+    def flush(self) -> None:
+        """Do nothing, because nothing was written."""
+
+
 def checked_gather(store: Store, rows: Any, out: Any) -> Rows:
     """Return ``rows`` as int64, if ``store.gather(rows, out)`` is possible.
 

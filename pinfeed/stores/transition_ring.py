@@ -265,8 +265,8 @@ class TransitionRing:
                 array = store.map_to_write()
             os.replace(unfinished, path)
         except (OSError, StoreError) as error:
-            # Before the first step, the other files are empty as well.
-            others = [] if self.n_added else [f"{part}.npy" for part in self.layout.parts]
+            # Only a ring that is being made has no frames of this name, and only empty files.
+            others = [f"{part}.npy" for part in self.layout.parts if name not in self._frames]
             for made in (f"{name}.npy.unfinished", *others):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(os.path.join(self._folder, made))

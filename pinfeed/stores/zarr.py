@@ -13,19 +13,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
-from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import ChunkLayout
-from pinfeed.stores.chunked_array import ChunkedArray
-from pinfeed.stores.libraries import imported, library_errors
+from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.libraries import (
+    imported,
+    library_errors,
+    listed,
+    nullable_values,
+    require_plain_numbers,
+)
 from pinfeed.stores.paths import file_version, has_protocol
 from pinfeed.stores.store import Array
-from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
-_N_SHOWN = 8
 # Larger shards are decoded in pieces of about this size: by zarr, and without it.
 _SHARD_BYTES = 1 << 20
 _RAW_SHARD_BYTES = 128 << 10
@@ -169,43 +172,30 @@ def _open(path: str, name: str | None) -> Any:
         if names and (values := nullable_values(found)) is not None:
             return values
     if isinstance(found, zarr.Group):
-        shown = ", ".join(map(repr, names[:_N_SHOWN])) or "none"
         raise StoreError(
-            f"{path} is a Zarr group; expected one of its arrays: {shown}; give "
+            f"{path} is a Zarr group; expected one of its arrays: {listed(names)}; give "
             "ZarrStore(path, name)"
         )
     return found
 
 
 @contextlib.contextmanager
-def zarr_root(path: str) -> Iterator[Any]:
-    """Open the array or the group of a path, until the context ends."""
-    zarr = imported("zarr", f"zarr 3.1 or later is needed; {install_line('zarr')}")
-    if not os.path.exists(path):
-        raise FileMissing(f"{path}: no such Zarr array or group (looked in {os.getcwd()})")
-    with _zarr_errors(path):
-        root = zarr.open(path, mode="r")
-        with contextlib.closing(root.store):
-            yield root
-
-
-@contextlib.contextmanager
 def zarr_group(source: Any) -> Iterator[tuple[Any, str]]:
-    """Open the group of a path, or take an open group; return it and its path.
+    """Open the group or array of a path, or take an open one; return it and its path.
 
     Raises:
         StoreError: If there is no such group, or it is damaged.
     """
-    zarr = imported("zarr", f"SparseStore: zarr 3.1 or later is needed; {install_line('zarr')}")
+    zarr = imported("zarr", f"zarr 3.1 or later is needed; {install_line('zarr')}")
     path = ""
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
         if not has_protocol(path) and not os.path.exists(path):
             raise FileMissing(f"{path}: no such file or Zarr group (looked in {os.getcwd()})")
-    with contextlib.ExitStack() as stack, _zarr_errors(path or "SparseStore"):
+    with contextlib.ExitStack() as stack, _zarr_errors(path or "zarr.Group"):
         parent = source
         if path:
-            parent = zarr.open_group(path, mode="r")
+            parent = zarr.open(path, mode="r")
             stack.callback(parent.store.close)
         yield parent, path
 

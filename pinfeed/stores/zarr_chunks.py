@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import PinfeedError
-from pinfeed.stores.chunk_grid import Box, ChunkGrid
+from pinfeed.stores.chunked_array import Box, ChunkGrid
 from pinfeed.stores.paths import require_regular
 from pinfeed.stores.store import Array
 

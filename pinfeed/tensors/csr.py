@@ -12,17 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.native.library import library, packing
-from pinfeed.tensors.numpy_torch import memory_of, to_torch
-
-# Elements that are written into a dense matrix together, so that their positions stay in the cache
-# of the processor.
-_PIECE = 1 << 15
-# torch adds no unsigned integers of more than 8 bits. Sums of signed ones have the same bits.
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
+from pinfeed.tensors.numpy_torch import SIGNED, memory_of, to_torch
 
 
 @functools.cache
@@ -79,7 +69,8 @@ def dense(
     first = torch.arange(n_rows, device=values.device) * n_columns
     places = first.repeat_interleave(bounds.diff().long(), output_size=len(values))
     places += columns.to(bounds.dtype)
-    kind = _SIGNED.get(values.dtype, values.dtype)
+    # Sums of signed integers have the same bits as those of unsigned ones.
+    kind = SIGNED.get(values.dtype, values.dtype)
     made.view(-1).view(kind).scatter_add_(0, places, values.view(kind))
     return made
 
@@ -107,19 +98,9 @@ def _put_compiled(values: Any, columns: Any, bounds: Any, out: Any) -> bool:
 def _put(values: Any, columns: Any, bounds: Any, out: Any) -> None:
     """Add values to zeros with numpy."""
     n_rows, n_columns = out.shape
-    flat = out.reshape(-1)
-    ends = bounds[1:]
-    begin = 0
-    while begin < n_rows:
-        # A group of rows with about as many elements as a piece has, and at least one row.
-        end = int(np.searchsorted(ends, bounds[begin] + _PIECE, side="right"))
-        end = min(max(end, begin + 1), n_rows)
-        part = slice(bounds[begin], bounds[end])
-        places = np.repeat(np.arange(begin, end) * n_columns, np.diff(bounds[begin : end + 1]))
-        places += columns[part]
-        # Columns of a row usually ascend, and then no place occurs twice.
-        if (places[1:] > places[:-1]).all():
-            flat[places] = values[part]
-        else:
-            np.add.at(flat, places, values[part])
-        begin = end
+    places = np.repeat(np.arange(n_rows) * n_columns, np.diff(bounds)) + columns
+    # Columns of a row usually ascend, and then no place occurs twice.
+    if (places[1:] > places[:-1]).all():
+        out.reshape(-1)[places] = values
+    else:
+        np.add.at(out.reshape(-1), places, values)

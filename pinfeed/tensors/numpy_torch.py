@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ TORCH: dict[np.dtype[Any], torch.dtype] = {
 NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     of_torch: of_numpy for of_numpy, of_torch in TORCH.items()
 }
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Signed dtypes for operations that torch does not have for these unsigned ones."""
 
 
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -44,11 +46,6 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
             f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor, "
             f"an Arrow table, a DataFrame or a Store; {suggestions.of_object(value)}"
         )
-    if value.is_meta:
-        raise StoreError(
-            f"{name}: got a meta tensor, which has no data; expected a tensor on the CPU; "
-            "materialize it first"
-        )
     if value.is_nested:
         raise StoreError(
             f"{name}: got a nested tensor with rows of different lengths; give "
@@ -57,24 +54,26 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         )
     if value.device.type != "cpu":
         raise StoreError(
-            f"{name}: the tensor is on {value.device}; expected a tensor on the CPU; index it "
-            "directly, or give .cpu()"
+            f"{name}: the tensor is on {value.device}; expected a tensor with data on the CPU; "
+            "index it directly, or give .cpu()"
         )
     if value.layout is not torch.strided or value.dtype not in NUMPY:
-        todo = ""
-        if value.is_quantized:
-            todo = "; give tensor.dequantize()"
-        elif value.layout is not torch.strided:
-            todo = "; give pinfeed.SparseStore(tensor.to_sparse_csr()), or tensor.to_dense()"
+        is_sparse = value.layout is not torch.strided
+        todo = "; give pinfeed.SparseStore(tensor.to_sparse_csr()), or tensor.to_dense()"
         raise StoreError(
             f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense tensor of "
-            f"{', '.join(sorted(DTYPES))}{todo}"
+            f"{', '.join(sorted(DTYPES))}{todo * is_sparse}"
         )
     if value.is_conj() or value.is_neg():
         raise StoreError(
             f"{name}: got a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()"
         )
     return memory_of(value.detach())
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor, neither sparse nor nested."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
 def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pinfeed.errors import ArgumentError
+
 
 def capture() -> dict[str, Any]:
     """Return the state of the global generators of torch, numpy and Python, and of GPUs in use."""
@@ -86,13 +88,23 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Set the state of a generator to a return value of ``state_of``."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+    """Set the state of a generator to a return value of ``state_of``.
+
+    Raises:
+        ArgumentError: If the state belongs to another kind of generator.
+    """
+    try:
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ArgumentError(
+            f"the state of a random generator does not fit {generator!r} ({error}); expected one "
+            "of the same kind; give the generator of the earlier run"
+        ) from None
 
 
 class GeneratorStates:
@@ -126,7 +138,10 @@ class GeneratorStates:
         """
         n_back = self._n_requested - n_requested
         if 0 < n_back < len(self._states) and self._is_at_last():
-            set_state(self._generator, self._states[-1 - n_back])
+            for _ in range(n_back):
+                self._states.pop()
+            set_state(self._generator, self._states[-1])
+            self._n_requested = n_requested
 
     def _is_at_last(self) -> bool:
         now = state_of(self._generator)

@@ -20,48 +20,39 @@ from torch.overrides import TorchFunctionMode
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.transform_calls import seeded_generator
 
-_FUNCTIONS = (
-    *("bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"),
-    *("randint_like", "randn", "randn_like", "randperm", "_sample_dirichlet", "_standard_gamma"),
-    *("binomial", "rrelu", "rrelu_"),
-)
-_METHODS = (
-    *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
-    *("multinomial", "normal_", "random_", "uniform_"),
-)
-# Inside a function of this module, torch calls no mode.
-_INITIALIZERS = ("kaiming_uniform_", "normal_", "uniform_")
-_DRAWS = frozenset(
-    getattr(owner, name)
-    for owner, names in (
-        (torch, _FUNCTIONS),
-        (torch.Tensor, _METHODS),
-        (torch.nn.init, _INITIALIZERS),
-    )
-    for name in names
-)
+
+def _functions(owner: Any, names: str) -> list[Any]:
+    """Return the functions of a module or a class that have these names."""
+    return [getattr(owner, name) for name in names.split()]
+
+
+_DRAWS = {
+    *_functions(
+        torch,
+        "bernoulli multinomial normal poisson rand rand_like randint randint_like randn randn_like "
+        "randperm _sample_dirichlet _standard_gamma binomial rrelu rrelu_",
+    ),
+    *_functions(
+        torch.Tensor,
+        "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ "
+        "random_ uniform_",
+    ),
+    # Inside a function of this module, torch calls no mode.
+    *_functions(torch.nn.init, "kaiming_uniform_ normal_ uniform_"),
+}
 """Functions of torch that take a generator, and draw from the global one without it."""
-_DROPOUTS = frozenset(
-    getattr(owner, name)
-    for owner, names in (
-        (
-            torch.nn.functional,
-            (
-                *("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d"),
-                *("feature_alpha_dropout", "gumbel_softmax", "rrelu"),
-            ),
-        ),
-        (
-            torch,
-            (
-                *("alpha_dropout", "alpha_dropout_", "dropout", "dropout_", "feature_dropout"),
-                *("feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"),
-                "native_dropout",
-            ),
-        ),
-    )
-    for name in names
-)
+_DROPOUTS = {
+    *_functions(
+        torch.nn.functional,
+        "alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout gumbel_softmax "
+        "rrelu",
+    ),
+    *_functions(
+        torch,
+        "alpha_dropout alpha_dropout_ dropout dropout_ feature_dropout feature_dropout_ "
+        "feature_alpha_dropout feature_alpha_dropout_ native_dropout",
+    ),
+}
 """Functions of torch that always draw from the global generator, unless training is False."""
 
 

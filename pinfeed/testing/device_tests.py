@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from pinfeed.testing.store_tests import Array, sample
 
 # Shapes and dtypes of the rows of some stores that a cache holds together.
 _CACHED = (((3,), "f4"), ((), "f8"), ((5, 2), "u1"))
+# The same for stores whose rows a device reads and writes itself.
+_TABLES = (((3,), "f4"), ((), "i8"), ((5, 2), "u1"), ((7,), "f8"), ((1,), "i2"))
 
 
 class DeviceTests:
@@ -56,6 +59,11 @@ class DeviceTests:
         device.copy(staged, tensor, stream)
         return tensor, staged
 
+    def room(self, device: Device, part: UnreadPart, stream: Stream) -> Tensor:
+        """Return a tensor for a part."""
+        memory = device.empty(max(1, part_nbytes(part)), stream)
+        return device.tensor(memory, part.shape, part.dtype)
+
     def expect(self, device: Device, tensor: Tensor, values: Array, stream: Stream) -> None:
         """Require that a tensor has these values once ``stream`` has done its work."""
         staged = device.staging(values.nbytes).view(values.dtype).reshape(values.shape)
@@ -73,32 +81,23 @@ class DeviceTests:
             assert device.describe(tensor) == (shape, dtype, True)
 
     @pytest.mark.parametrize("name", sorted(DTYPES))
-    def test_copy_rows(self, device: Device, name: str) -> None:
+    @pytest.mark.parametrize(
+        ("taken", "into"), [([5, 0], [1, 4]), ([5, 0], None), (None, [4, 0])], ids=str
+    )
+    def test_copy_rows(
+        self, device: Device, name: str, taken: list[int] | None, into: list[int] | None
+    ) -> None:
         stream, dtype = device.current_stream(), DTYPES[name]
-        src, dst = sample(6, (3,), dtype), sample(20, (3,), dtype)[-5:]
-        a, _x = self.upload(device, src, stream)
-        b, _y = self.upload(device, dst, stream)
-        src_pos, _p = self.upload(device, np.array([5, 0], np.int32), stream)
-        dst_pos, _q = self.upload(device, np.array([1, 4], np.int32), stream)
-        device.copy_rows([RowCopy(a, b, src_pos, dst_pos)], stream)
-        dst = dst.copy()
-        dst[[1, 4]] = src[[5, 0]]
+        src = sample(2 if taken is None else 6, (3,), dtype)
+        dst = sample(20, (3,), dtype)[-2 if into is None else -5 :].copy()
+        (a, _x), (b, _y) = self.upload(device, src, stream), self.upload(device, dst, stream)
+        at = [
+            None if rows is None else self.upload(device, np.array(rows, np.int32), stream)
+            for rows in (taken, into)
+        ]
+        device.copy_rows([RowCopy(a, b, *(one and one[0] for one in at))], stream)
+        dst[slice(None) if into is None else into] = src if taken is None else src[taken]
         self.expect(device, b, dst, stream)
-
-    @pytest.mark.parametrize("name", sorted(DTYPES))
-    def test_copy_rows_with_positions_in_one_tensor(self, device: Device, name: str) -> None:
-        stream, dtype = device.current_stream(), DTYPES[name]
-        many, few = sample(6, (3,), dtype), sample(20, (3,), dtype)[-2:]
-        a, _x = self.upload(device, many, stream)
-        b, _y = self.upload(device, few, stream)
-        c, _z = self.upload(device, few, stream)
-        positions, _p = self.upload(device, np.array([5, 0], np.int32), stream)
-        device.copy_rows([RowCopy(a, b, taken=positions)], stream)
-        self.expect(device, b, many[[5, 0]], stream)
-        device.copy_rows([RowCopy(c, a, into=positions)], stream)
-        many = many.copy()
-        many[[5, 0]] = few
-        self.expect(device, a, many, stream)
 
     def test_copies_of_one_call(self, device: Device) -> None:
         """Rows of several stores go from and to several places, as they do in a cache."""
@@ -150,26 +149,13 @@ class DeviceTests:
     def test_rows_of_stores_that_it_reaches(self, device: Device, rows: list[int]) -> None:
         """Rows of several stores are read at once, and written."""
         wanted, stream = np.array(rows, np.int64), device.current_stream()
-        arrays = [
-            sample(6, shape, np.dtype(dtype))
-            for shape, dtype in (
-                ((3,), "f4"),
-                ((), "i8"),
-                ((5, 2), "u1"),
-                ((7,), "f8"),
-                ((1,), "i2"),
-            )
-        ]
+        arrays = [sample(6, shape, np.dtype(dtype)) for shape, dtype in _TABLES]
         stores = [self.store(array.copy()) for array in arrays]
         if not all(map(device.reaches, stores)):
             pytest.skip("it reaches none")
         parts: list[UnreadPart] = [StoreRows(store, wanted) for store in stores]
-        into = [
-            device.tensor(device.empty(max(1, part_nbytes(part)), stream), part.shape, part.dtype)
-            for part in parts
-        ]
-        for _ in device.read(list(zip(parts, into, strict=True)), stream):
-            pass
+        into = [self.room(device, part, stream) for part in parts]
+        deque(device.read(list(zip(parts, into, strict=True)), stream), maxlen=0)
         for array, tensor in zip(arrays, into, strict=True):
             self.expect(device, tensor, array[wanted], stream)
         back = np.array([5 - row for row in rows], np.int64)
@@ -188,10 +174,9 @@ class DeviceTests:
         if dtype is None:
             pytest.skip("it needs no indices")
         part = StoreRows(store, wanted)
-        into = device.tensor(device.empty(part_nbytes(part), stream), part.shape, part.dtype)
+        into = self.room(device, part, stream)
         indices, _x = self.upload(device, wanted.astype(dtype), stream)
-        for _ in device.read([(part, into)], stream, indices):
-            pass
+        deque(device.read([(part, into)], stream, indices), maxlen=0)
         self.expect(device, into, array[wanted], stream)
         back = 5 - wanted
         indices, _y = self.upload(device, back.astype(dtype), stream)

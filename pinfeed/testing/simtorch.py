@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, is_dense, memory_of, to_torch
 from pinfeed.testing.sim import SimDevice
 from pinfeed.testing.sim_streams import DeviceArray, SimMemory
 
@@ -266,8 +266,15 @@ class _Operation:
         """
         if self.written or self._draws or self.kwargs.get("device") == _CPU:
             return None
-        kwargs = tuple((name, _frozen(value)) for name, value in self.kwargs.items())
-        return _result_shapes(self.func, _frozen(self.args), kwargs)
+        kwargs = {name: _shaped(value) for name, value in self.kwargs.items()}
+        try:
+            found, spec = tree_flatten(self.func(*_shaped(self.args), **kwargs))
+        except (NotImplementedError, RuntimeError, TypeError):
+            # torch raises any of these if it needs values. A real mistake is raised again with
+            # values.
+            return None
+        plain = all(map(is_dense, found))
+        return (found, spec) if found and plain else None
 
     def _argument(self, i: int) -> Any:
         return self.args[i] if i < len(self.args) else self.kwargs.get(self.slots[i].name)
@@ -283,48 +290,8 @@ def _raw(value: Any, snapshot: bool) -> Any:
     return _CPU if value == META else value
 
 
-class _Like(NamedTuple):
-    """Geometry of a tensor."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Typed(NamedTuple):
-    """An argument with its type, because ``1``, ``1.0`` and ``True`` are equal."""
-
-    type: type
-    value: Any
-
-
-def _frozen(value: Any) -> Any:
-    """Return an argument as a key, with the geometry of a tensor in place of the tensor."""
+def _shaped(value: Any) -> Any:
+    """Return an argument with tensors without values in place of tensors."""
     if isinstance(value, torch.Tensor):
-        return _Like(tuple(value.shape), value.stride(), value.dtype)
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    return _Typed(type(value), value)
-
-
-def _shaped(key: Any) -> Any:
-    """Return the argument of a key, with tensors without values."""
-    if isinstance(key, _Like):
-        return torch.empty_strided(key.shape, key.strides, dtype=key.dtype, device=META)
-    return key.value if isinstance(key, _Typed) else [_shaped(one) for one in key]
-
-
-# A loop repeats its operations, and torch takes longer to find a shape than to compute so little.
-@functools.lru_cache(maxsize=1 << 14)
-def _result_shapes(
-    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[list[torch.Tensor], TreeSpec] | None:
-    try:
-        found, spec = tree_flatten(
-            func(*_shaped(args), **{name: _shaped(value) for name, value in kwargs})
-        )
-    except (NotImplementedError, RuntimeError, TypeError):
-        # torch raises any of these if it needs values. A real mistake is raised again with values.
-        return None
-    plain = all(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in found)
-    return (found, spec) if found and plain else None
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    return [_shaped(one) for one in value] if isinstance(value, list | tuple) else value

@@ -20,8 +20,25 @@ Array = npt.NDArray[Any]
 
 ROW_SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)]
 
+ANY_ROWS = [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))]
+"""Distinct row indices in some orders."""
+REPEATED_ROWS = [[0, 2, 4], [7, 7, 7], list(range(49, -1, -1))]
+"""Further row indices, which may repeat."""
+
 BAD_ROWS: list[Any] = [[-1], [3, 50], [5000], [2**40], [1.0], [True], [[1]], 3, None, "x"]
 """Row indices that a store of 50 rows refuses."""
+
+
+def misfits(*shapes: tuple[int, ...]) -> list[Any]:
+    """Return zeros that do not fit two float32 rows of shape (6,), also of other shapes."""
+    dtypes = ("f8", ">f4", "i4")
+    others = ((1, 6), (3, 6), (2, 7), *shapes)
+    arrays = [np.zeros((2, 6), dtype) for dtype in dtypes]
+    return [*arrays, *(np.zeros(shape, "f4") for shape in others), [[0.0] * 6] * 2, None]
+
+
+def _id(value: Any) -> str:
+    return f"{type(value).__name__}{getattr(value, 'shape', '')}{getattr(value, 'dtype', '')}"
 
 
 def sample(n: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -73,22 +90,7 @@ class ReadOnlyStoreTests:
             store.gather(wanted, out)
             np.testing.assert_array_equal(out, array[wanted])
 
-    @pytest.mark.parametrize(
-        "wanted",
-        [
-            [],
-            [0],
-            [49],
-            [3, 4, 5],
-            [5, 4, 3],
-            [0, 2, 4],
-            [7, 7, 7],
-            [10, 11, 40, 41, 42, 12],
-            list(range(50)),
-            list(range(49, -1, -1)),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("wanted", [*ANY_ROWS, *REPEATED_ROWS], ids=str)
     def test_gather_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
         array, store = rows
         out = np.empty((len(wanted), 6), np.float32)
@@ -116,21 +118,11 @@ class ReadOnlyStoreTests:
     @pytest.mark.parametrize(
         "out",
         [
-            np.zeros((2, 6)),
-            np.zeros((2, 6), ">f4"),
-            np.zeros((3, 6), np.float32),
-            np.zeros((1, 6), np.float32),
-            np.zeros((2, 7), np.float32),
-            np.zeros((2, 3, 2), np.float32),
-            np.zeros(12, np.float32),
+            *misfits((2, 3, 2), (12,)),
             np.zeros((6, 2), np.float32).T,
             np.broadcast_to(np.zeros(6, np.float32), (2, 6)),
-            [[0.0] * 6] * 2,
-            None,
         ],
-        ids=lambda out: (
-            f"{type(out).__name__}{getattr(out, 'shape', '')}{getattr(out, 'dtype', '')}"
-        ),
+        ids=_id,
     )
     def test_gather_refuses_an_array_that_does_not_fit(
         self, rows: tuple[Array, Store], out: Any
@@ -206,11 +198,7 @@ class StoreTests(ReadOnlyStoreTests):
             store.flush()
             np.testing.assert_array_equal(self.contents(store), array)
 
-    @pytest.mark.parametrize(
-        "wanted",
-        [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))],
-        ids=str,
-    )
+    @pytest.mark.parametrize("wanted", ANY_ROWS, ids=str)
     def test_scatter_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
         array, store = rows
         values = -1 - sample(len(wanted), (6,), np.dtype(np.float32))
@@ -229,25 +217,7 @@ class StoreTests(ReadOnlyStoreTests):
         store.flush()
         np.testing.assert_array_equal(self.contents(store), array)
 
-    @pytest.mark.parametrize(
-        "values",
-        [
-            np.ones((2, 6)),
-            np.ones((2, 6), ">f4"),
-            np.ones((2, 6), np.int32),
-            np.ones((1, 6), np.float32),
-            np.ones((3, 6), np.float32),
-            np.ones((2, 7), np.float32),
-            np.ones((2, 1), np.float32),
-            np.ones(6, np.float32),
-            [[1.0] * 6] * 2,
-            1.0,
-            None,
-        ],
-        ids=lambda values: (
-            f"{type(values).__name__}{getattr(values, 'shape', '')}{getattr(values, 'dtype', '')}"
-        ),
-    )
+    @pytest.mark.parametrize("values", [*misfits((2, 1), (6,)), 1.0], ids=_id)
     def test_scatter_refuses_values_that_do_not_fit(
         self, rows: tuple[Array, Store], values: Any
     ) -> None:

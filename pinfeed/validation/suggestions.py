@@ -1,4 +1,4 @@
-"""Suggestions to replace an object or file that pinfeed cannot read."""
+"""Suggestions to replace an object or file that pinfeed cannot read, or to install a package."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ _COPY = (
     "as shown under 'Data of other libraries' in the guide, or write a Store for it"
 )
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
-_FEEDER = "it is already a feeder; iterate it"
 
 _BY_TYPE = {
     ("pandas", "Series"): "give series.to_numpy()",
-    ("pandas", "Index"): "give index.to_numpy()",
     ("polars", "LazyFrame"): "compute it, and give frame.collect()",
     ("polars", "Series"): "give series.to_arrow()",
-    (
-        "anndata",
-        "AnnData",
-    ): "give pinfeed.SparseStore(adata.X), or the array adata.X if it is dense",
+    ("anndata", "AnnData"): "give pinfeed.SparseStore(adata.X), or adata.X if it is dense",
     ("zarr", "Group"): "give a dict of its arrays, dict(group.arrays())",
     ("cupy", "ndarray"): "it is already on the GPU; index it, or give array.get()",
     ("torch", "TensorDataset"): "give dataset.tensors",
@@ -32,10 +27,7 @@ _BY_TYPE = {
     ("torch", "Module"): "give its parameter as a tensor on the CPU, or see pinfeed.HostEmbedding",
     ("datasets", "IterableDataset"): _LOADER,
     ("pinfeed", "RowDataset"): "give the source of the dataset",
-    ("pinfeed", "Feeder"): _FEEDER,
-    ("pinfeed", "LoaderFeeder"): _FEEDER,
-    ("pinfeed", "ReaderFeeder"): _FEEDER,
-    ("pinfeed", "Restartable"): _FEEDER,
+    ("pinfeed", "BaseFeeder"): "it is already a feeder; iterate it",
     ("torch", "Dataset"): _LOADER,
 }
 """Advice by the package and the name of a type; the first match counts."""
@@ -60,7 +52,6 @@ _HDF5 = (
     "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset, or "
     "pinfeed.SparseStore(path) for the sparse matrix of an .h5ad file"
 )
-_IMAGE = "image: read it with wrap_readers, or save decoded images with np.save"
 _KINDS = {
     b"PK\x03\x04": _ZIP,
     b"\x80": "a pickle: if you trust it, load it, and save plain arrays with np.save",
@@ -70,19 +61,11 @@ _KINDS = {
     "pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all(), which stay on the disk",
     b"ARROW1": "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), "
     "which stays on the disk",
-    b"\x1f\x8b": "a gzip-compressed file: decompress it",
-    b"(\xb5/\xfd": "a zstd-compressed file: decompress it",
-    b"\xff\xd8\xff": f"a JPEG {_IMAGE}",
-    b"\x89PNG": f"a PNG {_IMAGE}",
 }
 """Kinds of files by their first bytes, with advice."""
 _TORCH = (
     "a file of torch.save: load it with torch.load(path, weights_only=True), and give the tensor "
     "or save np.save(name, tensor.numpy())"
-)
-_TEXT = (
-    "a table as text: give pyarrow.csv.read_csv(path{}) if its first line names the columns; if it "
-    "has only numbers, save np.save(name, np.loadtxt(path, delimiter={}))"
 )
 _RECORDS = (
     "{}: give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...)), with a dataset of {} that "
@@ -97,10 +80,8 @@ _SUFFIXES = {
     ".pth": _TORCH,
     ".safetensors": "a safetensors file: give pinfeed.NpyStore.safetensors(path, name), with the "
     "name of a tensor",
-    ".csv": _TEXT.format("", "','"),
-    ".tsv": _TEXT.format(", parse_options=pyarrow.csv.ParseOptions(delimiter='\\t')", "'\\t'"),
-    ".json": "JSON: save its numbers as an array, np.save(name, np.array(json.load(file)))",
-    ".jsonl": "JSON by lines: give pyarrow.json.read_json(path), a table in memory",
+    ".csv": "a table as text: give pyarrow.csv.read_csv(path) if its first line names the columns; "
+    "if it has only numbers, save np.save(name, np.loadtxt(path, delimiter=','))",
     ".h5": _HDF5,
     ".hdf5": _HDF5,
     ".zarr": _ZARR,
@@ -184,3 +165,24 @@ def of_folder(path: str) -> str:
     """Return the kind of a folder, with advice; empty if it is unknown."""
     found = (hint for name, hint in _CONTENTS.items() if os.path.exists(os.path.join(path, name)))
     return next(found, "") or of_file(os.path.normpath(path))
+
+
+REQUIREMENTS = {
+    "cuda12": "cupy-cuda12x>=14",
+    "cuda13": "cupy-cuda13x>=14",
+    "hdf5": "h5py>=3.10",
+    "parquet": "pyarrow>=15",
+    "plot": "matplotlib>=3.9",
+    "remote": "fsspec>=2024.2",
+    "safetensors": "safetensors>=0.4",
+    "zarr": "zarr>=3.1",
+}
+"""The package of each extra in pyproject.toml, with its oldest version."""
+
+
+def install_line(*extras: str) -> str:
+    """Return the command that installs the packages of extras.
+
+    It names the packages, not ``pinfeed[extra]``, because pip would look for pinfeed in an index.
+    """
+    return "pip install " + " ".join(f'"{REQUIREMENTS[extra]}"' for extra in extras)

@@ -146,7 +146,7 @@ def file_given_twice(path: Path) -> Iterator[Any]:
         yield equal(read(store), X)
 
 
-@advised("write to the sources of concat\\(\\) themselves")
+@advised("write to its sources themselves")
 def write_to_a_concat(path: Path) -> Iterator[Any]:
     one, two = X.copy(), X.copy()
     yield lambda: concat([one, two]).scatter(np.array([1]), -X[:1])

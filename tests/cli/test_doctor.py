@@ -17,7 +17,7 @@ from pinfeed.cli.machine import gpu_problem, host_values
 from pinfeed.cli.read_rates import ReadRates
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
 from pinfeed.native import library
-from pinfeed.validation.requirements import REQUIREMENTS
+from pinfeed.validation.suggestions import REQUIREMENTS
 
 
 def test_doctor_agrees_with_the_machine() -> None:

@@ -94,3 +94,16 @@ def test_a_buffer_that_cannot_grow_is_unchanged(tmp_path: Path) -> None:
     for i in range(n, n + 150):
         add(i)
     require_latest(n + 150)
+
+
+def test_a_buffer_that_cannot_load_keeps_its_files(tmp_path: Path) -> None:
+    parts = {"obs": ((8,), "float32"), "next_obs": ((8,), "float32")}
+    full = ReplayBuffer(100, parts, next_of={"next_obs": "obs"})
+    for i in range(100):
+        full.add(obs=np.full(8, i, "float32"), next_obs=np.full(8, i + 0.5, "float32"))
+    folder = tmp_path / "replay"
+    buffer = ReplayBuffer(100, parts, next_of={"next_obs": "obs"}, path=folder)
+    (file,) = folder.iterdir()
+    with file_limit(file.stat().st_size), pytest.raises(StoreError, match="cannot be made"):
+        buffer.load_state_dict(full.state_dict())
+    assert list(folder.iterdir()) == [file]

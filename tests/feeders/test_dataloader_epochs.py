@@ -234,8 +234,8 @@ class JoinedDevice(HostDevice):
 def test_a_wrapped_loader_is_a_loader() -> None:
     """The inner loop runs in the outer one's reader, and has ended when that has."""
     device = JoinedDevice()
-    inner = wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device=device, depth=2)
-    loader = wrap_loader(inner, device="cpu", depth=2)
+    inner = wrap_loader(DataLoader(Numbers(), batch_size=SIZE), depth=2, device=device)
+    loader = wrap_loader(inner, depth=2, device="cpu")
     try:
         assert starts(loader) == STARTS
         assert device.joined_by == ["pinfeed-read_0"], "nothing was written: there is no writer"

@@ -129,3 +129,14 @@ def test_an_iterator_in_a_cycle_ends_its_loop_when_collected() -> None:
     del owner
     gc.collect()
     assert threading.active_count() <= before
+
+
+def test_a_state_that_is_refused_leaves_the_position() -> None:
+    batches = pinfeed.endless(pinfeed.Feeder(np.arange(6), batch_size=2, device="cpu"))
+    assert next(batches).tolist() == [0, 1]
+    other = pinfeed.Feeder(np.arange(8), batch_size=2, device="cpu")
+    with pytest.raises(ArgumentError, match="another feeder"):
+        batches.load_state_dict(other.state_dict())
+    assert next(batches).tolist() == [2, 3]
+    batches.load_state_dict(batches.state_dict())
+    assert next(batches).tolist() == [4, 5]

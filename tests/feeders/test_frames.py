@@ -106,7 +106,7 @@ def pandas_column(values: Any, **options: Any) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("frame", "hint"),
     [
-        (pandas_column([1, None], dtype="Int64"), r"'x'\] has nulls.*df.fillna.*df.dropna"),
+        (pandas_column([1, None], dtype="Int64"), r"'x'\] has nulls.*fillna.*dropna"),
         (pandas_column([1, None], dtype=pd.ArrowDtype(pa.int64())), "has nulls.*fillna"),
         (pandas_column(["a", "b"]), r"pandas.factorize\(df\[name\]\)"),
         (pandas_column(["a", "b"], dtype="category"), r"df\[name\].cat.codes"),
@@ -117,7 +117,7 @@ def pandas_column(values: Any, **options: Any) -> pd.DataFrame:
         (pd.DataFrame(), "has no columns"),
         (pd.DataFrame([[1, 2]], columns=["x", "x"]), "columns have the same name: x, x"),
         (pd.DataFrame({"x": []}, dtype="f4"), "no rows"),
-        (pl.DataFrame({"x": [1, None]}), r"has nulls.*df.fill_null.*df.drop_nulls"),
+        (pl.DataFrame({"x": [1, None]}), r"has nulls.*fill_null.*drop_nulls"),
         (pl.DataFrame({"x": [[1], [1, 2]]}), r"RaggedStore\(values, offsets\)"),
         (pl.DataFrame({"x": [[1], [None]]}), "has nulls"),
         (pl.DataFrame({"x": ["a", "b"]}), "number the texts"),

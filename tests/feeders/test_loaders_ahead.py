@@ -90,6 +90,17 @@ def test_the_epoch_after_a_break_with_threads() -> None:
         assert same(left(loader, wrapped, 2, is_ahead=True), wanted)
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(0, 3), (3, 0), (1, 2), (2, 1)])
+def test_the_epoch_after_a_break_of_a_loader_wrapped_twice(inner: int, outer: int) -> None:
+    bare, loader = noisy(), noisy()
+    wanted = [*left(bare, bare, 1, is_ahead=False), *bare]
+    with (
+        wrap_loader(loader, device="cpu", depth=inner) as wrapped,
+        wrap_loader(wrapped, device="cpu", depth=outer) as twice,
+    ):
+        assert same([*left(loader, twice, 1, is_ahead=True), *wrapped], wanted)
+
+
 def test_the_epoch_after_a_break_of_a_loop_over_tables() -> None:
     bare, loader = shuffled(), shuffled()
     table = HostEmbedding(14, 2, name="items", device_cache=64)
@@ -175,6 +186,30 @@ def test_memory_that_is_filled_again_is_refused(fill: Any, n: int) -> None:
         with pytest.raises(errors.ArgumentError, match="Refilled has filled the memory") as caught:
             kept += wrapped
         assert "depth=0" in str(caught.value)
+
+
+@pytest.mark.parametrize("fill", [by_torch, by_numpy, an_array])
+def test_memory_filled_again_of_a_loader_wrapped_twice(fill: Any) -> None:
+    # Two batches wait in each loop, and one is in the step.
+    for n, is_enough in ((4, False), (5, True)):
+        wrapped = wrap_loader(Refilled(fill, n), device="cpu", depth=2)
+        with wrapped, wrap_loader(wrapped, device="cpu", depth=2) as twice:
+            if is_enough:
+                assert len(list(twice)) == 8
+                continue
+            with pytest.raises(errors.ArgumentError, match="Refilled has filled the memory"):
+                list(twice)
+
+
+@pytest.mark.parametrize("fill", [by_torch, by_numpy, an_array])
+def test_memory_that_is_filled_again_after_many_batches(fill: Any) -> None:
+    loader = Refilled(fill, 8)
+    # The buffers of later batches are one buffer.
+    loader.buffers[6:] = loader.buffers[5:6] * 2
+    with wrap_loader(loader, device="cpu", depth=2) as wrapped:
+        kept = []
+        with pytest.raises(errors.ArgumentError, match="Refilled has filled the memory"):
+            kept += wrapped
 
 
 @pytest.mark.parametrize("fill", [by_torch, by_numpy, an_array])

@@ -236,14 +236,16 @@ def test_columns_that_share_their_lengths(kind: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"a": [[1], [2]], "b": [[1, 2], []]}, "row 0 of b has 2 items, and of a 1; expected"),
+        ({"a": [[1], [2]], "b": [[1, 2], []]}, "b and a have other lists from row 0 on"),
         ({}, "got no columns"),
     ],
 )
 def test_columns_of_other_lengths_are_refused(columns: Any, message: str) -> None:
     with pytest.raises(StoreError, match=message):
         RaggedStore.from_arrow({name: pa.array(lists) for name, lists in columns.items()})
-    with pytest.raises(StoreError, match="b has 1 rows, and a has 2; expected equally many"):
+    with pytest.raises(
+        StoreError, match="b and a have other lists from row 1 on; expected equally many"
+    ):
         RaggedStore.from_arrow({"a": pa.array([[1], [2]]), "b": pa.array([[1]])})
 
 

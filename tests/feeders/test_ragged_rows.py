@@ -43,11 +43,17 @@ ORDERS = [None, rows.shuffled(3), rows.block_shuffled(1, block_rows=4, window_bl
 
 
 def source_of(kind: str, folder: Path) -> Any:
-    """Return items in memory, in a mapped file, or in a file that may not be mapped."""
+    """Return items in memory, in a mapped file, or in a file that may not be mapped.
+
+    Others than "unmapped" are open for writing, so they are not copied, either.
+    """
     if kind == "memory":
         return PLAIN.values
     path = saved(folder / "values.npy", PLAIN.values)
-    return path if kind == "file" else NpyStore(path, memory_map=False, keep_cache=kind == "kept")
+    if kind == "file":
+        return path
+    mode = "r" if kind == "unmapped" else "r+"
+    return NpyStore(path, mode=mode, memory_map=False, keep_cache=kind == "kept")
 
 
 def require_equal(data: Any, wanted: Any, layout: str, padding: int = 0) -> None:
@@ -71,7 +77,7 @@ def shuffled_rows(order: Any, epoch: int) -> list[int]:
     [
         *itertools.product(["memory"], LAYOUTS[:2], [*DEPTHS, None]),
         *itertools.product(["file"], LAYOUTS[:2], [0, 2]),
-        *itertools.product(["uncached"], LAYOUTS[:2], [1, 5]),
+        *itertools.product(["uncached", "unmapped"], LAYOUTS[:2], [1, 5]),
         *itertools.product(["memory"], LAYOUTS[2:], [0, 2]),
     ],
 )
@@ -435,6 +441,7 @@ def test_bounds_of_rows_are_those_of_the_plan() -> None:
         ("uncached", ORDERS[1], "ragged rows, read row by row, with many reads at a time"),
         ("uncached", ORDERS[2], "prefetched one window ahead"),
         ("kept", ORDERS[1], "prefetched sequentially in the background"),
+        ("unmapped", ORDERS[1], "ragged rows, loaded into RAM during the first epoch"),
     ],
 )
 def test_the_plan_says_how_a_file_is_read(kind: str, order: Any, note: str, tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.made_memory import System, address_of
 
-from pinfeed.memory import buffer_pool
-from pinfeed.memory.buffer_pool import BufferPool
+from pinfeed.memory import pages
 from pinfeed.memory.host import resident_bytes
-from pinfeed.memory.pages import PAGE, Bytes, anonymous, block_nbytes
+from pinfeed.memory.pages import PAGE, BufferPool, Bytes, anonymous, block_nbytes
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -194,8 +193,8 @@ def test_an_array_may_die_after_the_names_of_the_module(monkeypatch: pytest.Monk
     pool = BufferPool(1, system.make)
     array = pool.take(PAGE)
     with monkeypatch.context() as patch:
-        for name in [name for name in vars(buffer_pool) if not name.startswith("__")]:
-            patch.setattr(buffer_pool, name, None)
+        for name in [name for name in vars(pages) if not name.startswith("__")]:
+            patch.setattr(pages, name, None)
         # If the callback raises, pytest fails the test.
         del array
     pool.take(PAGE)

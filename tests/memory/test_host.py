@@ -341,8 +341,6 @@ print(0 < unbound, 0 <= free_host_bytes() < 1 << 28)
     )
     assert "10 batches of a file" in said
     assert "5 batches of a map" in said
-    assert "x.npy: pinfeed cannot find out which file is mapped" in said
-    assert "give the path instead of the map" in said
     assert "True True" in said
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, GiB, MiB
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.memory.depth import check_depth
 from pinfeed.memory.host import FreeHostMemory
+from pinfeed.memory.limits import check_depth
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS
@@ -517,7 +517,7 @@ def test_a_plan_without_limits_in_words() -> None:
 def test_only_loops_that_write_reserve_memory_for_it() -> None:
     array = np.random.default_rng(0).random((4000, 64), np.float32)
     expected = array + 1
-    config = Config(cpu_memory_limit="4MiB")
+    config = Config(cpu_memory_limit="4MiB", depth=2)
     read_only = array.copy()
     read_only.flags.writeable = False
     with Feeder(read_only, config=config, device="cpu") as feeder:
@@ -533,7 +533,7 @@ def test_only_loops_that_write_reserve_memory_for_it() -> None:
         # There is no memory for more.
         assert feeder.plan.depth == feeder.stats.depth == 0
     np.testing.assert_array_equal(array, expected)
-    config = Config(cpu_memory_limit="4MiB", preferred_batch_size=100)
+    config = Config(cpu_memory_limit="4MiB", preferred_batch_size=100, depth=2)
     with Feeder(array, config=config, device="cpu") as feeder:
         assert all(feeder.batches())
         assert feeder.plan.depth == 2

@@ -16,10 +16,9 @@ from support.made_memory import address_of
 from pinfeed import Feeder
 from pinfeed.errors import DeviceError
 from pinfeed.memory import page_locked as page_locked_memory
-from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes, page_locked, unlock_freed
-from pinfeed.memory.pages import PAGE, block_nbytes
+from pinfeed.memory.pages import PAGE, BufferPool, block_nbytes
 
 
 def is_mapped(address: int) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,17 +171,6 @@ def test_rows_that_a_store_gathers_itself_have_no_pieces() -> None:
 def test_a_short_batch_has_no_pieces() -> None:
     out = np.zeros((3, 4))
     assert gather_pieces(StoreRows(ArrayStore(table()), np.arange(3)), out, never) is None
-
-
-def test_a_loop_without_prefetching_gathers_in_its_own_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An interrupt would otherwise leave pieces to other threads."""
-    monkeypatch.setattr(loop_threads, "N_GATHERING_THREADS", 5)
-    names: list[str] = []
-    threads = LoopThreads(HostDevice(), PrefetchSchedule(0))
-    threads.gather_all([lambda: names.append(threading.current_thread().name)] * 4)
-    assert set(names) == {threading.current_thread().name}
 
 
 @pytest.mark.parametrize(("n_threads", "expected"), [(-1, 0), (3, 0), (6, 3), (16, 13)])

@@ -141,7 +141,6 @@ def test_only_files_are_read_ahead_by_default(file: Path) -> None:
         (str(file), {"ranks": Ranks("pad", rank=1, world_size=2)}, True),
         ({"x": str(file), "y": NpyStore(file)}, {}, True),
         (str(file), {"rows": torch.utils.data.SequentialSampler(range(N))}, False),
-        (str(file), {"again": "refuse"}, False),
         (str(file), {"verify": True}, False),
         (str(file), {"host_transform": lambda batch: batch}, False),
         (str(file), {"device_transform": lambda batch: batch}, False),

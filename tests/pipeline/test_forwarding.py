@@ -35,7 +35,9 @@ def compared(
     pending: Collection[int] = (),
     written: Sequence[np.ndarray] | None = None,
 ) -> SharedRows:
-    return recent.add(number, hash_groups(rows, written), pending).find()
+    return recent.add(
+        number, hash_groups(rows, rows if written is None else written), pending
+    ).find()
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class Loop:
             self.log.completed = write.number + 1
 
     def gather(self, number: int, rows: np.ndarray) -> None:
-        hashed = hash_groups([rows * self.scale])
+        hashed = hash_groups(*[[rows * self.scale]] * 2)
         (repeated,) = hashed.repeated
         shared = self.recent.add(number, hashed, self.log.pending_batches()).find()
         assert (repeated is not None) == (len(set(rows.tolist())) < len(rows))
@@ -240,7 +242,7 @@ def test_later_batches_may_be_added_before_the_search() -> None:
     in_turn = RecentRows(2)
     batches = [rng.permutation(1_000)[:300] for _ in range(6)]
     comparisons = [
-        recent.add(number, hash_groups([rows]), ()) for number, rows in enumerate(batches)
+        recent.add(number, hash_groups([rows], [rows]), ()) for number, rows in enumerate(batches)
     ]
     expected = [compared(in_turn, number, [rows]) for number, rows in enumerate(batches)]
     for comparison, shared in reversed(list(zip(comparisons, expected, strict=True))):
@@ -257,7 +259,7 @@ def test_the_table_of_recent_rows_is_planned(n_rows: int, ahead: int) -> None:
     allocations = shared_row_allocations(n_rows, ahead, 8 * n_rows, unified=True)
     planned = {item.what: item for item in allocations}
     (history,) = recent._groups
-    assert history.table_nbytes <= planned["table of recent rows"].nbytes
+    assert history._table.nbytes <= planned["table of recent rows"].nbytes
     (batch,) = history._batches.values()
     arrays = [batch.older, batch.rows.rows, batch.rows.order]
     assert sum(array.nbytes for array in arrays) <= planned["rows of recent batches"].nbytes

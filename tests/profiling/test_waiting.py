@@ -12,7 +12,7 @@ from support.simulated_loops import Clock, Slow, simulated
 
 from pinfeed import Feeder
 from pinfeed.devices.cpu import HostDevice
-from pinfeed.memory.buffer_pool import BufferPool
+from pinfeed.memory.pages import BufferPool
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.testing import favour
 from pinfeed.threads.call import Call

@@ -82,8 +82,7 @@ def test_rows_of_maps_are_the_rows_of_the_files(
         mapped.close()
 
 
-def test_rows_are_scattered_in_pieces(path: Path, array: np.ndarray, monkeypatch: Any) -> None:
-    monkeypatch.setattr(mapped_store, "_PIECE_BYTES", 1000)
+def test_rows_are_scattered(path: Path, array: np.ndarray) -> None:
     numbers = np.random.default_rng(0).permutation(N)
     out = np.empty_like(array)
     with NpyStore(path) as store:

@@ -201,7 +201,7 @@ def test_the_last_batches_keep_their_window_at_the_datas_end(
 def test_rows_that_are_not_loaded_yet_are_read_one_by_one(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resident_file, "_MAX_WAIT_S", 0)
+    monkeypatch.setattr(resident_file, "_REST_BYTES", 0)
     monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(64))
     with Slow(path) as store:
         strategy = InMemoryCopy(store)
@@ -215,31 +215,6 @@ def test_rows_that_are_not_loaded_yet_are_read_one_by_one(
         for numbers, values in served(strategy, rows.shuffled(0), batch_size=500):
             np.testing.assert_array_equal(values, array[numbers])
         strategy.close()
-
-
-def test_readers_do_not_wait_for_a_slow_load(
-    store: NpyStore, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(64))
-    may_load = threading.Event()
-
-    class SlowDisk(InMemoryCopy):
-        _readers_load = False
-
-        def _load(self, start: int, stop: int) -> None:
-            if self._n_loaded:
-                may_load.wait()
-            super()._load(start, stop)
-            self._begun_s -= 1000
-
-    strategy = SlowDisk(store)
-    numbers = np.array([4999, 0, 17])
-    with strategy.open_epoch(None, 0, N) as open_batch:
-        try:
-            np.testing.assert_array_equal(read(open_batch(0, 3)(numbers)), array[numbers])
-        finally:
-            may_load.set()
-    strategy.close()
 
 
 def test_a_file_that_was_written_is_loaded_again(tmp_path: Path, array: np.ndarray) -> None:

@@ -23,7 +23,7 @@ def test_shuffled_rows_that_fit_are_never_requested_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without this, only a slow server shows whether rows are requested one by one.
-    monkeypatch.setattr(resident_file, "_MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(resident_file, "_REST_BYTES", 0)
     order = rows.shuffled(0).bind(4000, 0)(np.arange(4000))
     with Feeder("shaky://x.npy", batch_size=100, shuffle=True, device="cpu") as feeder:
         found = np.concatenate([batch.numpy() for batch in feeder])

@@ -51,16 +51,3 @@ def test_runs_of_several_files(tmp_path: Path, lengths: list[int]) -> None:
     with NpyStore(tmp_path / "*.npy") as store:
         np.testing.assert_array_equal(gathered(store, wanted), values[wanted])
     assert sorted(lengths) == [16, 16, 3 * 16, 4 * 16, 6 * 16]
-
-
-@pytest.mark.parametrize("step", [1, 7])
-def test_long_runs_of_windows_are_read_in_spans(
-    tmp_path: Path, lengths: list[int], step: int
-) -> None:
-    path = saved(tmp_path / "x.npy", np.arange(2000.0))
-    wanted = np.concatenate(([3], np.arange(100, 150), np.arange(7, 9), np.arange(40)))
-    with NpyStore.windows(path, length=5, step=step) as store:
-        expected = wanted[:, None] * step + np.arange(5.0)
-        np.testing.assert_array_equal(gathered(store, wanted), expected)
-    assert len(lengths) == 5
-    assert max(lengths) == 8 * (49 * step + 5)

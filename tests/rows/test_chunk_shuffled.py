@@ -118,7 +118,7 @@ def test_later_epochs_have_larger_windows_of_unequal_chunks(
             part = array[begin : begin + 50]
             file.create_dataset("x", data=part, chunks=(i + 1,), compression="gzip")
         store = HDF5Store(tmp_path / f"{i}.h5")
-        stores.append(store.windows(0, 1, step=3) if is_by_axis else store)
+        stores.append(store.windows(length=1, step=3) if is_by_axis else store)
     with concat(stores) as source:
         order = rows.chunk_shuffled(source, seed=10, window_chunks=3)
         expected = np.concatenate([array[i : i + 50 : 3] for i in range(0, 500, 50)])

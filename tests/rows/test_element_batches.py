@@ -13,8 +13,8 @@ from support.ragged import plain_batches
 
 from pinfeed import ArgumentError, Feeder, RaggedStore, rows
 from pinfeed.rows import element_batches
+from pinfeed.rows.length_batches import RowLengths, most_in_blocks
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.row_lengths import RowLengths, most_in_blocks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 
 LENGTHS = np.array([3, 0, 5, 1, 1, 4, 2, 0, 0, 5, 3, 1])

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import rows
+from pinfeed.rows.length_batches import most_in_blocks
 from pinfeed.rows.orders import Order, PerRank, per_rank, windows
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks, StridedSlice, positions_of
-from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import SharedWindows, Windows
 
 Draw = Callable[..., int]

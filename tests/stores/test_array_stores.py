@@ -55,7 +55,7 @@ def test_array_store_of_a_read_only_array_is_not_writable() -> None:
         (np.zeros(3, "M8[s]"), "dates"),
         (np.zeros(3, np.longdouble), "no torch counterpart"),
         (torch.zeros(3).to_sparse(), "dense"),
-        (torch.zeros(3, device="meta"), "a meta tensor, which has no data"),
+        (torch.zeros(3, device="meta"), "on meta; expected a tensor with data"),
         ([1, 2, 3], "expected a path"),
     ],
 )

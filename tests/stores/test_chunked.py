@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, errors, rows
 from pinfeed.readahead import resident_file
-from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.later_copy import LaterCopy
-from pinfeed.readahead.resident_file import InMemoryCopy
+from pinfeed.readahead.resident_file import InMemoryCopy, LaterCopy
 from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import FreeMemory
+from pinfeed.readahead.strategy import ChunkReads, FreeMemory
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
@@ -298,7 +296,7 @@ def test_a_copy_in_memory_decodes_each_chunk_once(
 def test_a_batch_is_gathered_chunk_by_chunk(
     store: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pinfeed.readahead.chunk_reads._STEP_BYTES", 1000)
+    monkeypatch.setattr("pinfeed.readahead.strategy._STEP_BYTES", 1000)
     serve(ChunkReads(store), rows.shuffled(1), store.array, N)
     assert set(store.decoded.values()) == {1}
     store.decoded.clear()

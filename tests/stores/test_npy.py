@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pinfeed.errors import FileMissing, StoreError
 from pinfeed.stores.npy_header import read_header
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.tensors.dtypes import DTYPES
 
 NUMERIC = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
@@ -205,14 +205,6 @@ def test_a_missing_file(tmp_path: Path) -> None:
         read_header(str(tmp_path / "x.npy"))
 
 
-def test_missing_files_of_other_formats(tmp_path: Path) -> None:
-    with pytest.raises(FileMissing, match=r"x\.csv: no such file \(looked in [^;]*\)$"):
-        read_header(str(tmp_path / "x.csv"))
-    (tmp_path / "a.h5").touch()
-    with pytest.raises(FileMissing, match=r"give pinfeed\.HDF5Store\('.*/a\.h5', '/images'\)"):
-        read_header(str(tmp_path / "a.h5:/images"))
-
-
 def test_a_directory(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"is a directory; expected a \.npy file, or a pattern such as .*/\*\.npy"
@@ -220,16 +212,6 @@ def test_a_directory(tmp_path: Path) -> None:
         read_header(str(tmp_path))
     with pytest.raises(StoreError, match=rf"such as {re.escape(str(tmp_path))}/\*\.npy$"):
         read_header(f"{tmp_path}/")
-
-
-@pytest.mark.parametrize("name", ["x.parquet", "year=2024/month=5/x.parquet"])
-def test_a_directory_of_parquet_files(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).touch()
-    for path in (f"{tmp_path}/", str(tmp_path)):
-        hint = f"pinfeed.ParquetStore({path!r}, columns=[...])"
-        with pytest.raises(StoreError, match=re.escape(hint)):
-            read_header(path)
 
 
 @pytest.mark.parametrize(

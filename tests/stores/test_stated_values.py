@@ -108,7 +108,7 @@ def test_attributes_of_given_objects_and_flags(tmp_path: Path) -> None:
         Feeder(file[name], batch_size=3, device="cpu")
     with pytest.raises(errors.ArgumentError, match="as_stored='yes': expected True or False"):
         HDF5Store(path, name, as_stored="yes")
-    with pytest.raises(errors.UnknownArgument, match="give as_stored=True"):
+    with pytest.raises(errors.UnknownArgument, match="as_stored"):
         HDF5Store(path, name, mask_and_scale=False)
 
 
@@ -190,6 +190,23 @@ def test_virtual_datasets_without_a_source(tmp_path: Path) -> None:
             HDF5Store(tmp_path / path, name)
     with HDF5Store(tmp_path / "inner.h5", name, as_stored=True) as store:
         assert set(gathered(store, range(6))) == {-1}
+
+
+@pytest.mark.parametrize("prefixes", ["", "{0}/none:{0}/other"])
+def test_virtual_datasets_whose_folder_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefixes: str
+) -> None:
+    """HDF5 looks for the name of an absolute path in the folder of the file and in each prefix."""
+    for name in ("old", "other"):
+        (tmp_path / name).mkdir()
+    _, source, name = save_hdf5(tmp_path / "old", INTEGERS)
+    virtual(tmp_path / "old" / "virtual.h5", [str(source)])
+    (tmp_path / "old").rename(tmp_path / "new")
+    if prefixes:
+        monkeypatch.setenv("HDF5_VDS_PREFIX", prefixes.format(tmp_path))
+        (tmp_path / "new" / "x.h5").rename(tmp_path / "other" / "x.h5")
+    with HDF5Store(tmp_path / "new" / "virtual.h5", name) as store:
+        np.testing.assert_array_equal(gathered(store, range(6)), INTEGERS)
 
 
 def test_virtual_datasets_of_their_own_file(tmp_path: Path) -> None:

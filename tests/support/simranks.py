@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pinfeed.training.distributed.process_groups import RankGroup
+from pinfeed.training.distributed.rank_loop import RankGroup
 
 TIMEOUT_S = 20
 

@@ -25,7 +25,7 @@ from pinfeed import (
     rows,
     train_rows,
 )
-from pinfeed.memory.depth import MAX_DEPTH
+from pinfeed.memory.limits import MAX_DEPTH
 
 NO_NUMBERS: list[Any] = [None, True, 1.0, "1", np.array([1, 2]), torch.tensor(1.5)]
 

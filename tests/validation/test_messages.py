@@ -103,6 +103,8 @@ _PROGRAM = """
 import logging, sys, numpy as np, pinfeed
 if sys.argv[1] == "configured":
     logging.basicConfig(format="%(name)s says %(message)s")
+if sys.argv[1] == "closed":
+    sys.stderr.close()
 pinfeed.Feeder(np.zeros((4, 2)), batch_size=2, device="cpu", route="staged")
 """
 
@@ -116,6 +118,11 @@ def test_a_warning_says_once_that_it_is_pinfeeds(logs: str, start: str) -> None:
     )
     (line,) = done.stderr.splitlines()
     assert line.startswith(start)
+
+
+def test_a_warning_that_cannot_be_printed_stops_no_program() -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, "closed"], check=False)
+    assert not done.returncode
 
 
 def test_a_big_batch_shows_its_options() -> None:

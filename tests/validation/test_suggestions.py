@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import io
-import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator
@@ -134,7 +133,7 @@ def refusal(source: Any) -> str:
         (b"x.npy", "expected a path as a str"),
         (ArrayStore, "ArrayStore is a class; give an instance"),
         (np.ndarray, "ndarray is a class"),
-        (torch.zeros(4, 3, device="meta"), "a meta tensor, which has no data"),
+        (torch.zeros(4, 3, device="meta"), "on meta; expected a tensor with data"),
         (
             torch.eye(4).to_sparse(),
             "got a torch.sparse_coo tensor of torch.float32; expected a dense tensor",
@@ -260,10 +259,6 @@ WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: pyarrow.csv.write_csv(TABLE, path),
         "a table as text: give pyarrow.csv.read_csv(path) if its first line names the columns",
     ),
-    "x.tsv": (
-        lambda path: path.write_text("1\t2\n3\t4\n"),
-        r"np.save(name, np.loadtxt(path, delimiter='\t'))",
-    ),
     "x.tar": (write_tar, "a tar archive: give pinfeed.wrap_loader(DataLoader(dataset"),
     "x.tfrecord": (
         lambda path: path.write_bytes(bytes(64)),
@@ -295,14 +290,6 @@ WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "x.pt": (
         lambda path: torch.save(torch.zeros(3), path),
         "a file of torch.save: load it with torch.load(path, weights_only=True)",
-    ),
-    "x.json": (
-        lambda path: path.write_text(json.dumps([1, 2, 3])),
-        "JSON: save its numbers as an array",
-    ),
-    "x.jsonl": (
-        lambda path: path.write_text('{"a": 1}\n{"a": 2}\n'),
-        "JSON by lines: give pyarrow.json.read_json(path)",
     ),
     "x.safetensors": (
         lambda path: path.write_bytes(bytes(64)),

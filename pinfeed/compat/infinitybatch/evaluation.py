@@ -11,7 +11,7 @@ from torch import nn
 
 from pinfeed.compat.infinitybatch.history import Record
 from pinfeed.errors import ArgumentError
-from pinfeed.training.large_batch.loss_reduction import count_of, reduction_of
+from pinfeed.training.large_batch.step_spec import count_of, reduction_of
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 

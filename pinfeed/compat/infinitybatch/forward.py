@@ -1,7 +1,6 @@
 """BatchForward: the forward pass of a batch of any size, by a strategy that fits in memory.
 
-If that strategy computes chunks, the backward pass computes each chunk again.
-``large_batch.two_pass`` does the same for a known loss. In this module the user computes
+If that strategy computes chunks, the backward pass computes each chunk again. The user computes
 the loss, so the outputs of all chunks are one node of the autograd graph.
 """
 
@@ -17,32 +16,28 @@ from torch import nn
 from pinfeed.compat.infinitybatch.missing_calls import warn
 from pinfeed.errors import ArgumentError, EstimateError
 from pinfeed.memory import limits
-from pinfeed.memory.host import free_host_bytes
-from pinfeed.tensors import rng_state
 from pinfeed.tensors.numpy_torch import version_of
-from pinfeed.tensors.pytree import flatten
+from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.training.large_batch.batches import (
+    Chunk,
+    Chunks,
     as_tensors,
-    check_output_rows,
-    concatenate,
     n_samples,
-    sample_spec_of,
     shapes_and_dtypes,
     slice_samples,
 )
+from pinfeed.training.large_batch.chunked_gradients import RecomputedChunks
 from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
-from pinfeed.training.large_batch.recompute import buffers_of, recomputed, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.strategy_runner import WholeSteps
 from pinfeed.training.large_batch.strategy_selector import (
     STRATEGIES,
     StrategyChoice,
     choose_strategy,
 )
-from pinfeed.training.large_batch.two_pass import backward_rows
 from pinfeed.training.large_batch.verifier import Verifier
-from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
-from pinfeed.training.offload.offload import Offload
+from pinfeed.training.memory_model.training_step import call_model
 from pinfeed.validation.arguments import whole_number
 
 _STRATEGIES = ("auto", "plain", "two_pass", "checkpoint", "offload")
@@ -79,19 +74,16 @@ class BatchForward:
         self._strategy = strategy
         self._verifier = Verifier(verify)
         self._choice_by_shape: dict[Any, StrategyChoice] = {}
-        # Plain choices by the shape of a sample.
-        self._plain_choices: dict[Any, StrategyChoice] = {}
-        self._offload: Offload | None = None
+        self._whole: WholeSteps | None = None
         self.chosen: StrategyChoice | None = None
 
     def forget(self) -> None:
         """Drop all choices and the memory for the previous device; call it after a move."""
         self._choice_by_shape.clear()
-        self._plain_choices.clear()
         self._verifier.forget()
-        if self._offload is not None:
-            self._offload.close()
-        self._offload = None
+        if self._whole is not None:
+            self._whole.close()
+        self._whole = None
 
     def outputs(
         self,
@@ -117,20 +109,9 @@ class BatchForward:
         self.chosen = choice
         if choice.strategy == "two_pass":
             return _outputs_in_chunks(model, inputs, choice.chunk_size, device, back)
-        with self._context(choice.strategy, model, device):
+        self._whole = self._whole or WholeSteps(device, self._config)
+        with self._whole.context(choice.strategy, [model]):
             return to_device(call_model(model, to_device(inputs, device)), back)
-
-    def _context(
-        self, strategy: str, model: nn.Module, device: torch.device
-    ) -> contextlib.AbstractContextManager[Any]:
-        if strategy == "checkpoint":
-            return recomputed(model)
-        if strategy == "offload":
-            if self._offload is None:
-                host_limit = self._config.host_limit(free_host_bytes())
-                self._offload = Offload(device, host_limit=host_limit)
-            return self._offload.step(model)
-        return contextlib.nullcontext()
 
     def _choose(
         self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device
@@ -142,15 +123,7 @@ class BatchForward:
         modes = tuple(module.training for module in model.modules())
         key = (shapes_and_dtypes(inputs), *modes)
         if key not in self._choice_by_shape:
-            # If a plain step of many samples fits, a step of fewer samples fits too, so the smaller
-            # last batch of an epoch needs no prediction of its own.
-            sample_key = (sample_spec_of(inputs).key, modes)
-            choice = self._plain_choices.get(sample_key)
-            if choice is None or choice.chunk_size <= n:
-                choice = self._decide(model, n, inputs, optimizer, device)
-            if choice.strategy == "plain" and choice.chunk_size >= n:
-                self._plain_choices[sample_key] = choice
-            self._choice_by_shape[key] = choice
+            self._choice_by_shape[key] = self._decide(model, n, inputs, optimizer, device)
         return self._choice_by_shape[key]
 
     def _decide(
@@ -222,70 +195,26 @@ def _outputs_in_chunks(
         device: Device of the model.
         back: Device of the outputs.
     """
+    # The backward pass may run outside the context of autocast, or within another one.
+    kind = device.type
+    autocast = torch.autocast(
+        kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
+    )
+
+    def chunks() -> Chunks:
+        for start in range(0, n_samples(inputs), size):
+            yield Chunk(slice_samples(inputs, start, start + size), None, 0.0)
+
+    def compute(chunk: Any) -> Any:
+        with autocast:
+            return to_device(call_model(model, to_device(chunk, device)), back)
+
     # Autograd adds a node for the outputs only if an input requires a gradient.
     trigger = torch.zeros((), requires_grad=any(p.requires_grad for p in model.parameters()))
-    chunks = _Chunks(model, inputs, size, device, back)
-    leaves = _ChunkedForward.apply(chunks, trigger)  # type: ignore[no-untyped-call]
-    return chunks.rebuild(iter(leaves))
-
-
-class _Chunks:
-    """The chunks of a batch, each computed once without gradients and once with them."""
-
-    def __init__(
-        self, model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device
-    ) -> None:
-        self._model = model
-        self._device = device
-        self._back = back
-        # The chunks are views of the inputs.
-        self._chunks = [
-            slice_samples(inputs, start, start + size)
-            for start in range(0, n_samples(inputs), size)
-        ]
-        self._rng_states: list[dict[str, Any]] = []
-        self._versions = _versions(model)
-        self._buffers = buffers_of([model])
-        # The backward pass may run outside the context of autocast, or within another one.
-        kind = device.type
-        self._autocast = torch.autocast(
-            kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
-        )
-
-    def forward(self) -> list[Any]:
-        """Return the leaves of the outputs of all chunks, without gradients."""
-        parts = []
-        for chunk in self._chunks:
-            self._rng_states.append(rng_state.capture())
-            outputs = call_model(self._model, to_device(chunk, self._device))
-            check_output_rows(outputs, n_samples(chunk))
-            parts.append(to_device(outputs, self._back))
-        leaves, rebuild = flatten(concatenate(parts))
-        self.rebuild = rebuild
-        return [leaf for _, leaf in leaves]
-
-    def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Add to the gradients of the parameters, given the gradients of the outputs.
-
-        Raises:
-            RuntimeError: If a parameter has changed since the forward pass.
-        """
-        now = _versions(self._model)
-        changed = [name for name, version in self._versions.items() if now.get(name) != version]
-        if changed:
-            raise RuntimeError(
-                f"parameters ({', '.join(changed[:3])}) have changed since the forward pass of "
-                "this batch, whose chunks the backward pass computes again; expected unchanged "
-                "parameters; call backward before the step of the optimizer"
-            )
-        start = 0
-        with replayed_buffers(self._buffers):
-            for chunk, state in zip(self._chunks, self._rng_states, strict=True):
-                with torch.enable_grad(), rng_state.replayed(state), self._autocast:
-                    outputs = call_model(self._model, to_device(chunk, self._device))
-                stop = start + n_samples(outputs)
-                backward_rows(outputs, gradients, start, stop)
-                start = stop
+    recomputed_chunks = RecomputedChunks(chunks, compute, [model])
+    rebuild: list[Rebuild] = []
+    leaves = _ChunkedForward.apply(recomputed_chunks, model, rebuild, trigger)  # type: ignore[no-untyped-call]
+    return rebuild[0](iter(leaves))
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -300,15 +229,37 @@ class _ChunkedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, chunks: _Chunks, trigger: torch.Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any,
+        chunks: RecomputedChunks,
+        model: nn.Module,
+        rebuild: list[Rebuild],
+        trigger: torch.Tensor,
+    ) -> tuple[Any, ...]:
         """Return the outputs' leaves; ``trigger`` requires a gradient if a parameter does."""
         ctx.chunks = chunks
+        ctx.model = model
+        ctx.versions = _versions(model)
         ctx.set_materialize_grads(False)
-        return tuple(chunks.forward())
+        leaves, of_leaves = flatten(chunks.outputs())
+        rebuild.append(of_leaves)
+        return tuple(leaf for _, leaf in leaves)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
-        """Compute each chunk again, and run its backward pass."""
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        """Compute each chunk again, and run its backward pass.
+
+        Raises:
+            RuntimeError: If a parameter has changed since the forward pass.
+        """
+        now = _versions(ctx.model)
+        changed = [name for name, version in ctx.versions.items() if now.get(name) != version]
+        if changed:
+            raise RuntimeError(
+                f"parameters ({', '.join(changed[:3])}) have changed since the forward pass of "
+                "this batch, whose chunks the backward pass computes again; expected unchanged "
+                "parameters; call backward before the step of the optimizer"
+            )
         ctx.chunks.backward(gradients)
-        return None, None
+        return None, None, None, None

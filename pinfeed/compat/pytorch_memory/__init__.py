@@ -48,11 +48,12 @@ The following behaviour differs, because the original gave wrong results or did 
 - ``total_sample_count`` (identities) determines what Config counts. The lists determine what is
   read.
 - A Config cannot be changed: make a new one.
+- ``MiB`` and ``GiB`` round fractions down to whole bytes, not to the next smaller unit.
 """
 
 from __future__ import annotations
 
-from pinfeed.compat.pytorch_memory.config import Config, GiB, KiB, MiB, round_to
+from pinfeed.compat.pytorch_memory.config import Config, round_to
 from pinfeed.compat.pytorch_memory.epochs import Epoch, Feeder, generate_epoch, multiply_epochs
 from pinfeed.compat.pytorch_memory.network_trace import (
     InspectNetwork,
@@ -61,6 +62,7 @@ from pinfeed.compat.pytorch_memory.network_trace import (
     summary_of_network,
 )
 from pinfeed.errors import NotEnoughGPUMemory as NotEnoughGPURam
+from pinfeed.memory.units import GiB, KiB, MiB
 
 __all__ = [
     "Config",

@@ -1,4 +1,4 @@
-"""Config: the largest batch for given memory limits and a network; the original's byte units."""
+"""Config: the largest batch for given memory limits and a network."""
 
 from __future__ import annotations
 
@@ -14,33 +14,18 @@ import torch
 
 from pinfeed.compat.pytorch_memory.network_trace import SampleFormat, find_sample_format
 from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
+from pinfeed.memory.limits import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human, parse_size
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model import config
-from pinfeed.training.memory_model.budget import Budget, largest_that_fits
+from pinfeed.training.memory_model.report import Budget, largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import whole_number
 
 _INDEPENDENT_OF_BATCH = ("parameters", "buffers", "gradients", "optimizer state", "workspace")
 """Parts of a step's memory that do not depend on the size of the batch."""
-
-
-def KiB(coef: float = 1) -> int:
-    """Return the bytes in ``coef`` KiB, rounded down."""
-    return math.floor(coef * 1024)
-
-
-def MiB(coef: float = 1) -> int:
-    """Return the bytes in ``coef`` MiB, rounded down to whole KiB."""
-    return 1024 * KiB(coef)
-
-
-def GiB(coef: float = 1) -> int:
-    """Return the bytes in ``coef`` GiB, rounded down to whole MiB."""
-    return 1024 * MiB(coef)
 
 
 def round_to(number: int, modulo: int) -> int:

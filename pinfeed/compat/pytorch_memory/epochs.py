@@ -175,36 +175,12 @@ class _AllSamplesFeeder(Feeder):
     _drop_last = False
 
 
-def generate_epoch(
-    configs: Config,
-    input_list: Iterable[Any],
-    output_list: Iterable[Any],
-    read_input: Read,
-    get_output: Read,
-    apply_on_input_batch: Apply | None = None,
-    apply_on_output_batch: Apply | None = None,
-    *,
-    shuffle: bool = False,
-    seed: int = 0,
-    device: Any = None,
-) -> Epoch:
+def generate_epoch(configs: Config, *args: Any, **options: Any) -> Epoch:
     """Return one epoch of all samples; the last batch may be smaller.
 
     The arguments are those of ``Feeder``.
     """
-    feeder = _AllSamplesFeeder(
-        configs,
-        input_list,
-        output_list,
-        read_input,
-        get_output,
-        apply_on_input_batch,
-        apply_on_output_batch,
-        shuffle=shuffle,
-        seed=seed,
-        device=device,
-    )
-    return next(feeder.generate_epochs())
+    return next(_AllSamplesFeeder(configs, *args, **options).generate_epochs())
 
 
 def multiply_epochs(

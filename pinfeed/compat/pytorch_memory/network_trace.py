@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.report import layers_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
-from pinfeed.training.memory_model.training_step import StepRun
+from pinfeed.training.memory_model.training_step import StepRun, call_model
 
 Integers = Literal["as they are", "as floats", "as int64"]
 """The conversion of integer samples, which may be ids, pixels, or ids stored in few bits."""

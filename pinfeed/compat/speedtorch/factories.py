@@ -8,21 +8,44 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
-
 from pinfeed.compat.speedtorch.placement import Place, table_dtype
 from pinfeed.compat.speedtorch.state_tables import StateTables
-from pinfeed.compat.speedtorch.tables import CountTable
+from pinfeed.compat.speedtorch.tables import CountTable, Tables
 from pinfeed.compat.speedtorch.weight_table import WeightTable
 from pinfeed.errors import StoreError
 
 
-def _on_gpu_unless(CPUPinn: bool) -> Place:
-    return Place("cpu" if CPUPinn else "cuda", CPUPinn)
+class _Cupy(Tables):
+    """The place of the classes without a prefix."""
+
+    def _locate(self, CPUPinn: bool = False) -> None:
+        self.CPUPinn = CPUPinn
+        self._place = Place("cpu" if CPUPinn else "cuda", CPUPinn)
 
 
-class _OnGPU:
+class _InFile(Tables):
+    """The place of the classes named MM."""
+
+    getCupyMM = Tables.getCupyVar
+
+    def _locate(self, diskname: str, CPUPinn: bool = False) -> None:  # type: ignore[override]
+        self.diskname = diskname
+        self.CPUPinn = CPUPinn
+        self._place = Place(file_name=diskname)
+
+
+class _Pytorch(Tables):
+    """The place of the classes named Pytorch."""
+
+    def _locate(
+        self, deviceType: str = "cuda", pinType: bool = False, CPUPinn: bool = False
+    ) -> None:
+        self.deviceType = "cpu" if CPUPinn else deviceType
+        self.pinType = CPUPinn or pinType
+        self._place = Place(self.deviceType, self.pinType)
+
+
+class _OnGPU(Tables):
     """The place of the classes named GPU."""
 
     deviceType = "cuda"
@@ -30,7 +53,7 @@ class _OnGPU:
     _place = Place("cuda")
 
 
-class _PageLocked:
+class _PageLocked(Tables):
     """The place of the classes named CPU."""
 
     deviceType = "cpu"
@@ -38,7 +61,7 @@ class _PageLocked:
     _place = Place("cpu", True)
 
 
-class ModelFactory(WeightTable):
+class ModelFactory(_Cupy, WeightTable):
     """A table of embeddings on the GPU, or in host memory without a GPU.
 
     With ``CPUPinn`` it is in page-locked memory. With ``diskname``, which the first READMEs
@@ -71,15 +94,13 @@ class ModelFactory(WeightTable):
         except StoreError as error:
             # The first READMEs have diskname where datatype is now.
             raise StoreError(f"{error}; give the name of a file by keyword: diskname=") from None
-        self.CPUPinn = CPUPinn
-        self._place = _on_gpu_unless(CPUPinn)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, CPUPinn)
         if diskname is not None:
             self.diskname = diskname
             self._place = Place(file_name=diskname)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
 
-class OptimizerFactory(StateTables):
+class OptimizerFactory(_Cupy, StateTables):
     """Tables of an optimizer's row-wise state on the GPU, or in host memory without a GPU.
 
     With ``CPUPinn`` they are in page-locked memory.
@@ -94,24 +115,8 @@ class OptimizerFactory(StateTables):
         ['exp_avg', 'exp_avg_sq']
     """
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-        CPUPinn: bool = False,
-    ) -> None:
-        self.CPUPinn = CPUPinn
-        self._place = _on_gpu_unless(CPUPinn)
-        super().__init__(
-            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
-        )
 
-
-class COM(CountTable):
+class COM(_Cupy, CountTable):
     """A table of co-occurrence counts on the GPU, or in host memory without a GPU.
 
     With ``CPUPinn`` it is in page-locked memory.
@@ -126,12 +131,10 @@ class COM(CountTable):
     """
 
     def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
-        self.CPUPinn = CPUPinn
-        self._place = _on_gpu_unless(CPUPinn)
-        super().__init__(total_classes, datatype)
+        super().__init__(total_classes, datatype, CPUPinn)
 
 
-class ModelFactoryMM(WeightTable):
+class ModelFactoryMM(_InFile, WeightTable):
     """A table of embeddings in a file; each call of an init method creates a new file.
 
     ``CPUPinn`` has no effect, because the rows are not in memory.
@@ -146,8 +149,6 @@ class ModelFactoryMM(WeightTable):
         torch.Size([3, 16])
     """
 
-    getCupyMM = WeightTable.getCupyVar
-
     def __init__(
         self,
         model_variable: Any,
@@ -157,13 +158,11 @@ class ModelFactoryMM(WeightTable):
         datatype: Any = "float32",
         CPUPinn: bool = False,
     ) -> None:
-        self.diskname = diskname
-        self.CPUPinn = CPUPinn
-        self._place = Place(file_name=diskname)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype)
+        place = (diskname, CPUPinn)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, *place)
 
 
-class OptimizerFactoryMM(StateTables):
+class OptimizerFactoryMM(_InFile, StateTables):
     """Tables of an optimizer's row-wise state, each in a file.
 
     ``diskname`` is the beginning of the file names; None is the name of the variable followed by
@@ -180,28 +179,12 @@ class OptimizerFactoryMM(StateTables):
         ['exp_avg', 'exp_avg_sq']
     """
 
-    getCupyMM = StateTables.getCupyVar
-
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-        CPUPinn: bool = False,
-        diskname: str | None = None,
-    ) -> None:
-        self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
-        self.CPUPinn = CPUPinn
-        self._place = Place(file_name=self.diskname)
-        super().__init__(
-            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
-        )
+    def _locate(self, CPUPinn: bool = False, diskname: str | None = None) -> None:  # type: ignore[override]
+        optimizer = type(self.given_optimizer).__name__
+        super()._locate(diskname or f"{self.variable_name}{optimizer}", CPUPinn)
 
 
-class COMMM(CountTable):
+class COMMM(_InFile, CountTable):
     """A table of co-occurrence counts in a file.
 
     ``CPUPinn`` has no effect, because the rows are not in memory.
@@ -215,8 +198,6 @@ class COMMM(CountTable):
         1
     """
 
-    getCupyMM = CountTable.getCupyVar
-
     def __init__(
         self,
         total_classes: int,
@@ -224,13 +205,10 @@ class COMMM(CountTable):
         datatype: Any = "uint32",
         CPUPinn: bool = False,
     ) -> None:
-        self.diskname = diskname
-        self.CPUPinn = CPUPinn
-        self._place = Place(file_name=diskname)
-        super().__init__(total_classes, datatype)
+        super().__init__(total_classes, datatype, diskname, CPUPinn)
 
 
-class PytorchModelFactory(WeightTable):
+class PytorchModelFactory(_Pytorch, WeightTable):
     """A table of embeddings on the GPU or in host memory.
 
     ``deviceType="cpu"``, or a machine without a GPU, puts it in host memory; ``pinType`` page-locks
@@ -246,22 +224,8 @@ class PytorchModelFactory(WeightTable):
         torch.Size([3, 16])
     """
 
-    def __init__(
-        self,
-        model_variable: Any,
-        total_classes: int,
-        embed_dimension: int,
-        datatype: Any = "float32",
-        deviceType: str = "cuda",
-        pinType: bool = False,
-    ) -> None:
-        self.deviceType = deviceType
-        self.pinType = pinType
-        self._place = Place(deviceType, pinType)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
-
-class PytorchOptimizerFactory(StateTables):
+class PytorchOptimizerFactory(_Pytorch, StateTables):
     """Tables of an optimizer's row-wise state on the GPU or in host memory.
 
     ``deviceType="cpu"``, or a machine without a GPU, puts them in host memory; ``pinType``
@@ -278,27 +242,8 @@ class PytorchOptimizerFactory(StateTables):
         ['exp_avg', 'exp_avg_sq']
     """
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-        deviceType: str = "cuda",
-        pinType: bool = False,
-        CPUPinn: bool = False,
-    ) -> None:
-        self.deviceType = "cpu" if CPUPinn else deviceType
-        self.pinType = CPUPinn or pinType
-        self._place = Place(self.deviceType, self.pinType)
-        super().__init__(
-            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
-        )
 
-
-class PytorchCOM(CountTable):
+class PytorchCOM(_Pytorch, CountTable):
     """A table of co-occurrence counts on the GPU or in host memory.
 
     ``deviceType="cpu"``, or a machine without a GPU, puts it in host memory; ``pinType`` page-locks
@@ -312,18 +257,6 @@ class PytorchCOM(CountTable):
         >>> int(counts.getNumpyVersion().sum())
         1
     """
-
-    def __init__(
-        self,
-        total_classes: int,
-        datatype: Any = "int32",
-        deviceType: str = "cuda",
-        pinType: bool = False,
-    ) -> None:
-        self.deviceType = deviceType
-        self.pinType = pinType
-        self._place = Place(deviceType, pinType)
-        super().__init__(total_classes, datatype)
 
 
 class GPUPytorchModelFactory(_OnGPU, WeightTable):

@@ -15,10 +15,7 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
 from pinfeed.tensors.dtypes import DTYPES, check_dtype, numpy_dtype_of
-from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_torch
-
-# torch implements index_select and index_copy_ for signed integers only.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+from pinfeed.tensors.numpy_torch import SIGNED, TORCH, memory_of, to_torch
 
 
 def staging_tensor(
@@ -96,8 +93,8 @@ class DeviceTable:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        # A view of the same memory.
-        self._rows = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
+        # A view of the same memory, because torch selects and copies only rows of signed integers.
+        self._rows = tensor.view(SIGNED.get(tensor.dtype, tensor.dtype))
         self.shape = tuple(tensor.shape)
 
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,13 +18,18 @@ import torch
 from torch import nn
 
 from pinfeed.compat.speedtorch.placement import Table, table_dtype
-from pinfeed.compat.speedtorch.slots import Slots, SlotTables, check_row_width, values_of_rows
 from pinfeed.compat.speedtorch.tables import (
     FileName,
     copy_all_rows,
     find_file,
     store_of_saved,
     with_suffix,
+)
+from pinfeed.compat.speedtorch.weight_table import (
+    Slots,
+    SlotTables,
+    check_row_width,
+    values_of_rows,
 )
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.tensors.dtypes import BFLOAT16
@@ -48,6 +52,8 @@ class StateTables(SlotTables):
         model: The model that has the embedding.
         variable_name: Name of the embedding in the model, with dots if it is nested.
         dtype: Dtype of the tables for state that has the dtype of the weight.
+        place: Arguments of the place of the factory.
+        options: The same by name.
 
     Raises:
         ArgumentError: If the model or the optimizer does not have the parameter, if its rows have
@@ -65,6 +71,8 @@ class StateTables(SlotTables):
         model: nn.Module,
         variable_name: str,
         dtype: Any = "float32",
+        *place: Any,
+        **options: Any,
     ) -> None:
         self.given_optimizer = given_optimizer
         self.total_classes = total_classes
@@ -72,6 +80,7 @@ class StateTables(SlotTables):
         self.model = model
         self.variable_name = variable_name
         self.dtype = table_dtype(dtype)
+        self._locate(*place, **options)
         self._weight = weight_of(model, variable_name)
         check_row_width(self._weight, embed_dimension, variable_name)
         self._layout = self._discover_layout()
@@ -114,30 +123,6 @@ class StateTables(SlotTables):
         with np.load(find_file(loadFileName, ".npz")) as file:
             self.restore({key: _from_array(key, file[key]) for key in file.files})
 
-    def saveTorch(self, saveFileName: FileName) -> None:
-        """Save the same as ``saveCupy``, with ``torch.save`` and under exactly this name.
-
-        Raises:
-            ArgumentError: If a table has its rows in this file.
-        """
-        with self._writing(os.fspath(saveFileName)) as file:
-            torch.save(self.snapshot(), file)
-
-    def loadTorch(self, loadFileName: FileName) -> None:
-        """Load a file that ``saveTorch`` wrote.
-
-        Raises:
-            FileMissing: If the file does not exist.
-            StoreError: If the file belongs to another optimizer or another shape.
-        """
-        path = find_file(loadFileName, "")
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(saved, dict):
-            raise StoreError(
-                f"{path} contains a {type(saved).__name__}; expected the tables of an optimizer"
-            )
-        self.restore(saved)
-
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the optimizer keeps for the table, row-wise or as a whole."""
         state = self.given_optimizer.state[self._weight]
@@ -151,12 +136,16 @@ class StateTables(SlotTables):
                 saved[f"number.{key}"] = value
         return saved | {f"begun.{key}": True for key in sorted(self._created)}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Any) -> None:
         """Restore a snapshot.
 
         Raises:
             StoreError: If the snapshot belongs to another optimizer or another shape.
         """
+        if not isinstance(saved, dict):
+            raise StoreError(
+                f"the file contains a {type(saved).__name__}; expected the tables of an optimizer"
+            )
         if self._tables is None:
             self._layout = self._discover_layout()
         rows = {key: store_of_saved(value, f"rows.{key}") for key, value in _part(saved, "rows")}

@@ -112,10 +112,40 @@ class Tables:
         """
         return self._shown(lambda table: table.tensor())
 
+    def saveTorch(self, saveFileName: FileName) -> None:
+        """Save everything with ``torch.save``; if saving fails, an existing file does not change.
+
+        Raises:
+            ArgumentError: If a table has its rows in this file.
+        """
+        with self._writing(os.fspath(saveFileName)) as file:
+            torch.save(self.snapshot(), file)
+
+    def loadTorch(self, loadFileName: FileName) -> None:
+        """Load a file that ``saveTorch`` wrote, with ``weights_only=True``.
+
+        Raises:
+            FileMissing: If the file does not exist.
+            StoreError: If the file belongs to another optimizer or another shape.
+        """
+        path = find_file(loadFileName, "")
+        self.restore(torch.load(path, map_location="cpu", weights_only=True))
+
+    def snapshot(self) -> Any:
+        """Return everything that is saved."""
+        raise NotImplementedError
+
+    def restore(self, saved: Any) -> None:
+        """Restore a snapshot."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Flush and close the files, if any. May be called again."""
         for table in (self._tables or {}).values():
             table.close()
+
+    def _locate(self) -> None:
+        """Set the place of the tables by the last arguments of the factory, if it has some."""
 
     def _make(self, tables: dict[str, Table]) -> None:
         """Create the tables with their initial values, and add them to ``tables``."""
@@ -178,7 +208,7 @@ class SingleTable(Tables):
         path = with_suffix(saveFileName, ".npy")
         if not self._has_rows_in(path):
             with atomic_write(os.path.realpath(path)) as file:
-                np.save(file, memory_of(self._all()[""].tensor().cpu()))
+                np.save(file, memory_of(self.snapshot()))
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Load the rows of a .npy file.
@@ -192,25 +222,17 @@ class SingleTable(Tables):
         with NpyStore(find_file(loadFileName, ".npy"), dtype=dtype) as store:
             self._load(store)
 
-    def saveTorch(self, saveFileName: FileName) -> None:
-        """Save the table with ``torch.save``; if saving fails, an existing file does not change.
+    def snapshot(self) -> torch.Tensor:
+        """Return the table as a tensor on the CPU."""
+        return self._all()[""].tensor().cpu()
+
+    def restore(self, saved: Any) -> None:
+        """Restore a snapshot.
 
         Raises:
-            ArgumentError: If the table has its rows in this file.
+            StoreError: If it is not a tensor of the table's shape.
         """
-        with self._writing(os.fspath(saveFileName)) as file:
-            torch.save(self._all()[""].tensor().cpu(), file)
-
-    def loadTorch(self, loadFileName: FileName) -> None:
-        """Load the rows of a tensor that ``torch.save`` saved, with ``weights_only=True``.
-
-        Raises:
-            FileMissing: If the file does not exist.
-            StoreError: If the file does not contain a tensor of the table's shape.
-        """
-        path = find_file(loadFileName, "")
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        self._load(store_of_saved(saved, path))
+        self._load(store_of_saved(saved, "the saved table"))
 
     def _load(self, store: Store) -> None:
         with self._filling(anew=False) as tables:
@@ -226,14 +248,19 @@ class CountTable(SingleTable):
     Args:
         total_classes: Number of rows and of columns.
         datatype: Dtype of the counts.
+        place: Arguments of the place of the factory.
+        options: The same by name.
     """
 
     _init_method = "comInit()"
 
-    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
+    def __init__(
+        self, total_classes: int, datatype: Any = "int32", *place: Any, **options: Any
+    ) -> None:
         self.total_classes = total_classes
         self.datatype = table_dtype(datatype)
         self._shape = (total_classes, total_classes)
+        self._locate(*place, **options)
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Create the table, filled with zeros. Count into the tensor of ``getTorchVar()``.

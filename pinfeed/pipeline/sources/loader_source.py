@@ -98,6 +98,11 @@ class LoaderSource(Source):
         # The samples that are left out; None if none is left out.
         self.skipped: SkippedSamples | None = None
         self.n_ahead = 0
+        # Source of a wrapped loader, which is ahead of this one.
+        inner = getattr(loader, "_source", None)
+        self._inner = inner if isinstance(inner, LoaderSource) else None
+        # Maximum number of batches that wait in a loop over the feeder of this source.
+        self._n_ahead_outside = 0
         # Batches of the running epoch, if some are requested early.
         self._running: LoaderBatches | None = None
         # Generators of the loader, if batches of the running epoch are requested early.
@@ -123,6 +128,9 @@ class LoaderSource(Source):
         Raises:
             ArgumentError: If the loader is an iterator that has served an epoch.
         """
+        if self._inner is not None:
+            self._inner._n_ahead_outside = self._n_ahead_of_step
+        self._generators = ()
         begun = guarded(iter, self.loader)
         if begun is self.loader and self._is_used_up:
             raise ArgumentError(
@@ -171,31 +179,42 @@ class LoaderSource(Source):
         assert batches is not None
         self._epoch = number
         self._number = start
-        if self.n_ahead:
+        if self._n_ahead_of_step:
             batches = self._running = self._watched(batches, start)
+            self._n_ahead_outside = 0
         return self._draws(batches)
 
     def stop(self) -> None:
         if self._running is not None:
             self._running.wake()
 
+    @property
+    def _n_ahead_of_step(self) -> int:
+        """Maximum number of batches that wait for the training step, here and outside."""
+        return self.n_ahead + self._n_ahead_outside
+
     def rewind(self, n_requested: int) -> None:
+        running = self._running
         self._running = None
         for generator in self._generators:
             generator.rewind(n_requested)
-        self._generators = ()
+        if self._inner is not None and running is not None:
+            # Its loop ends where this one has requested the last batch, which is ahead, too.
+            running.close()
+            self._inner.rewind(n_requested)
 
     def _watched(self, batches: Iterator[Any], start: int) -> LoaderBatches:
         """Return the batches, with notes of what the loader changes ahead of the training loop."""
         from pinfeed.tensors.filled_memory import FilledMemory
         from pinfeed.tensors.rng_state import GeneratorStates, own_generators
 
+        n_ahead = self._n_ahead_of_step
+        # A wrapped loader draws at any time, and keeps the states itself.
+        generators = own_generators(self.loader) if self._inner is None else ()
         # The end of the epoch counts as a batch.
-        self._generators = [
-            GeneratorStates(one, self.n_ahead + 2, start) for one in own_generators(self.loader)
-        ]
+        self._generators = [GeneratorStates(one, n_ahead + 2, start) for one in generators]
         if self._may_fill_again():
-            self._memory = FilledMemory(f"loader={type(self.loader).__name__}", self.n_ahead)
+            self._memory = FilledMemory(f"loader={type(self.loader).__name__}", n_ahead)
         # If host_transform is called for one batch at a time, its results wait instead.
         waits = self.host_transform is None or self.transforms_in_thunks
         return LoaderBatches(batches, self._generators, self._memory if waits else None)
@@ -304,6 +323,12 @@ class LoaderBatches:
         if self._memory is not None:
             self._memory.check(batch)
         return batch
+
+    def close(self) -> None:
+        """End the loop over the batches of a feeder."""
+        close: Any = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
 
     def wake(self) -> None:
         """Wake a reader thread that waits for a worker process which has died.

@@ -21,7 +21,7 @@ from pinfeed.pipeline.sources.sample_source import (
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
 from pinfeed.pipeline.sources.user_calls import guarded
-from pinfeed.threads.turns import Turns
+from pinfeed.threads.pool import Turns
 
 
 class ThreadedLoaderSource(LoaderSource):

@@ -12,7 +12,7 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
-from pinfeed.training.distributed.process_groups import RankGroup
+from pinfeed.training.distributed.rank_loop import RankGroup
 from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.embeddings.combined_optimizer import (
     CombinedOptimizer,

@@ -13,7 +13,6 @@ from pinfeed.errors import CheckpointError, StoreError, described
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.threads.pool import ThreadPool
-from pinfeed.training.checkpoint import manifest
 from pinfeed.training.checkpoint.entries import (
     RETURNED_KINDS,
     Entry,
@@ -22,7 +21,14 @@ from pinfeed.training.checkpoint.entries import (
     resumable_parts,
     tables_of,
 )
-from pinfeed.training.checkpoint.saves import SaveDirectory, rank_directories, save_numbers
+from pinfeed.training.checkpoint.saves import (
+    MANIFEST,
+    SaveDirectory,
+    check_file,
+    rank_directories,
+    read_manifest,
+    save_numbers,
+)
 from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
@@ -63,7 +69,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     saves = SaveDirectory(pathlib.Path(path), rank_group(objects.values()))
     with saves.report_failure():
         directory = saves.newest()
-        body = manifest.read(directory)
+        body = read_manifest(directory)
         saved = body["objects"]
         every = {name: entry_for(name, value) for name, value in objects.items()}
         entries = {name: entry for name, entry in every.items() if not entry.is_returned}
@@ -136,9 +142,9 @@ def check(path: Path) -> dict[str, Any]:
         ArgumentError: If ``path`` is not a path.
     """
     directory = SaveDirectory(pathlib.Path(check_path(path))).newest()
-    body = manifest.read(directory)
+    body = read_manifest(directory)
     for name, file in body["files"].items():
-        manifest.check_file(directory / name, file)
+        check_file(directory / name, file)
     nbytes = sum(file["bytes"] for file in body["files"].values())
     kinds = {name: entry["kind"] for name, entry in body["objects"].items()}
     return {"directory": str(directory), "bytes": nbytes, "objects": kinds}
@@ -175,7 +181,7 @@ def _check_files(
         CheckpointError: If a file is missing, damaged, or of another table.
     """
     _for_each(
-        lambda file: manifest.check_file(directory / file[0], file[1], is_read_next=True),
+        lambda file: check_file(directory / file[0], file[1], is_read_next=True),
         body["files"].items(),
     )
     needed = ["random.pt"]
@@ -185,9 +191,7 @@ def _check_files(
         if saved["kind"] in ("tensor", "array"):
             needed.append(f"{name}.pt")
     if missing := [file for file in needed if file not in body["files"]]:
-        raise CheckpointError(
-            f"{directory / manifest.NAME} is damaged: {missing[0]} is missing in it"
-        )
+        raise CheckpointError(f"{directory / MANIFEST} is damaged: {missing[0]} is missing in it")
     for entry in entries.values():
         for name, store in entry.stores.items():
             check_rows_file(str(directory / name), store)

@@ -13,7 +13,6 @@ import torch
 
 from pinfeed.errors import ArgumentError, described
 from pinfeed.tensors import rng_state
-from pinfeed.training.checkpoint import manifest
 from pinfeed.training.checkpoint.entries import (
     Entry,
     entry_for,
@@ -21,7 +20,13 @@ from pinfeed.training.checkpoint.entries import (
     resumable_parts,
     tables_of,
 )
-from pinfeed.training.checkpoint.saves import UNFINISHED, SaveDirectory, sync
+from pinfeed.training.checkpoint.saves import (
+    UNFINISHED,
+    SaveDirectory,
+    sync,
+    write_file,
+    write_manifest,
+)
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import write_rows
 from pinfeed.validation.arguments import check_path, explain_arguments, whole_number
@@ -114,16 +119,16 @@ def _write_files(directory: pathlib.Path, entries: Mapping[str, Entry]) -> None:
     for entry in entries.values():
         for name, store in entry.stores.items():
             rows = functools.partial(write_rows, store)
-            files[name] = manifest.write_file(directory / name, rows)
+            files[name] = write_file(directory / name, rows)
         if entry.state is not None:
             # The state has no name here, because a name would keep it while the next one is made.
             files[entry.file] = _write_state(directory / entry.file, entry.state())
             _check_loadable(directory / entry.file)
-    manifest.write(directory, files, {name: entry.saved for name, entry in entries.items()})
+    write_manifest(directory, files, {name: entry.saved for name, entry in entries.items()})
 
 
 def _write_state(path: pathlib.Path, state: Any) -> dict[str, Any]:
-    return manifest.write_file(path, functools.partial(torch.save, state))
+    return write_file(path, functools.partial(torch.save, state))
 
 
 def _check_loadable(path: pathlib.Path) -> None:

@@ -21,7 +21,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
 from pinfeed.training.distributed.lockstep import RankStep
-from pinfeed.training.distributed.process_groups import rank_group_of
+from pinfeed.training.distributed.rank_loop import rank_group_of
 from pinfeed.training.distributed.row_exchange import RowPartition
 from pinfeed.training.embeddings.bag import HostEmbeddingBag
 from pinfeed.training.embeddings.table import HostEmbedding

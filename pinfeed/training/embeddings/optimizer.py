@@ -13,17 +13,18 @@ from torch import nn
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.tensors.numpy_torch import TORCH
 from pinfeed.training.embeddings.batch_rows import BatchRows
-from pinfeed.training.embeddings.optimizer_state import StateLayout, discover
+from pinfeed.training.embeddings.optimizer_state import (
+    StateLayout,
+    check_optimizer_class,
+    discover,
+    group_options,
+    table_groups,
+)
 from pinfeed.training.embeddings.optimizer_trial import (
     GradientKind,
     OptimizerTrial,
     require_one_rule,
     sparse_rows,
-)
-from pinfeed.training.embeddings.parameter_groups import (
-    check_optimizer_class,
-    group_options,
-    table_groups,
 )
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.embeddings.table_state import StateStore, TableState, make_state_stores
@@ -222,8 +223,7 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             tables = list(state_dict["tables"])
             groups = list(state_dict["param_groups"])
-            # Older states have none.
-            attributes = dict(state_dict.get("attributes", {}))
+            attributes = {name: state_dict["attributes"][name] for name in self._attributes}
         except (KeyError, TypeError) as error:
             raise ArgumentError(
                 f"not a state of a RowOptimizer ({error!r}); expected what state_dict() returned"
@@ -233,13 +233,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"a state of {len(tables)} tables in {len(groups)} groups; "
                 f"expected {len(self.tables)} in {len(self.param_groups)}"
             )
-        missing = sorted(self._attributes - set(attributes))
-        if missing and any(saved["begun"] for saved in tables):
-            raise ArgumentError(
-                f"a state without {', '.join(missing)} of {type(self.inner).__name__}, which "
-                "earlier versions did not save: its next step would be treated as the first one; "
-                "expected what state_dict() of this version returned"
-            )
         for state, saved in zip(self.tables.values(), tables, strict=True):
             state.is_initialized = bool(saved["begun"])
             current = self._state_of(state)
@@ -248,8 +241,8 @@ class RowOptimizer(torch.optim.Optimizer):
             self.inner.state[state.weight] = _copied(saved["state"]) | kept
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group.update(saved_group)
-        for name in self._attributes & set(attributes):
-            setattr(self.inner, name, attributes[name])
+        for name, value in attributes.items():
+            setattr(self.inner, name, value)
 
     def close(self) -> None:
         """Flush and close the files of row-wise state. A second call does nothing.

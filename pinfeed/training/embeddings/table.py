@@ -21,8 +21,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import NpyStore, Store
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
-from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
-from pinfeed.training.embeddings.shared_rows import loops_over
+from pinfeed.training.embeddings.batch_rows import BatchRows, loops_over, position_in
 from pinfeed.training.embeddings.table_arguments import (
     HINTS,
     DeviceCacheSize,

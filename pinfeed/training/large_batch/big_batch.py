@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,18 +28,19 @@ from pinfeed.training.large_batch.batches import (
     slice_samples,
 )
 from pinfeed.training.large_batch.check import Check, compare_with_plain_step
-from pinfeed.training.large_batch.loss_reduction import (
+from pinfeed.training.large_batch.step_spec import (
     Count,
     Reduction,
+    StepSpec,
     check_targets,
     count_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.large_batch.strategy_runner import StrategyRunner
 from pinfeed.training.large_batch.strategy_selector import (
     STRATEGIES,
     StrategyChoice,
+    StrategyOptions,
     StrategySelector,
     is_in_chunks,
 )
@@ -48,36 +48,6 @@ from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
-
-_HINTS = {
-    "batch_size": "backward() takes a batch of any size; chunk_size= is the number of samples that "
-    "are computed at a time",
-    "micro_batch_size microbatch_size n_chunks chunks": "chunk_size= is the number of samples "
-    "that are computed at a time",
-    "optimizer": "call optimizer.step() after backward(), as without pinfeed",
-    "device": "move the model to the device: model.to(device)",
-    "gpu_memory_limit cpu_memory_limit": "give both limits in a Config: config=pinfeed.Config(...)",
-}
-"""Hints for argument names that users try."""
-
-
-@dataclass(frozen=True)
-class StrategyOptions:
-    """Options of a BigBatch that determine how gradients are computed.
-
-    Attributes:
-        config: Memory limits; None for no limits.
-        chunk_size: Samples of a chunk; None for the largest chunk that fits.
-        strategy: ``"auto"``, or the strategy that the user named.
-        autocast: The dtype of autocast, or None.
-        verify: Whether strategies are compared with the plain step before they are used.
-    """
-
-    config: limits.MemoryLimits | None
-    chunk_size: int | None
-    strategy: str
-    autocast: torch.dtype | None
-    verify: bool
 
 
 def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
@@ -172,7 +142,7 @@ class BigBatch:
         ArgumentError: If an argument is invalid.
     """
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def __init__(
         self,
         model: nn.Module,

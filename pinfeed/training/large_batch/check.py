@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.dispatch_modes import FixedRandomness
-from pinfeed.training.large_batch.step_comparison import (
-    RANGE_ENDS,
-    ROUNDING,
+from pinfeed.training.large_batch.step_comparison import RANGE_ENDS, ROUNDING
+from pinfeed.training.large_batch.step_result import (
+    FixedRandomness,
     StepResult,
     has_drawn,
     norm_of,
+    relative_error,
     run_step,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
@@ -43,8 +43,8 @@ class Check:
         strategy: The strategy that was compared.
         gradient_error: Norm of the difference of all gradients, relative to their norm.
         loss_error: Difference of the losses, relative to the loss.
-        buffer_error: Largest difference in a buffer (such as running statistics), relative to the
-            buffer's largest value.
+        buffer_error: Largest norm of the difference of a buffer (such as running statistics),
+            relative to the buffer's norm.
         is_exact: Whether all differences are no more than rounding; ``bool(check)`` is the same.
         has_fixed_numbers: Whether torch returned fixed random numbers in both steps, because chunks
             draw others than the whole batch.
@@ -121,31 +121,17 @@ def _check_of(
 ) -> Check:
     want, got = results
     gradients = zip(want.gradients, got.gradients, strict=True)
-    difference = math.hypot(*(norm_of(_difference(*pair)) for pair in gradients))
+    difference = math.hypot(*(relative_error(one, other, 1.0) for one, other in gradients))
     size = math.hypot(*map(norm_of, want.gradients))
-    losses = float(want.loss), float(got.loss)
-    loss_error = 0.0
-    if not all(map(math.isnan, losses)):
-        loss_error = abs(losses[0] - losses[1]) / (abs(losses[0]) or 1.0)
-    buffers = [
-        _largest_error(value, got.state.buffers[name])
-        for name, value in want.state.buffers.items()
-        if value is not None and value.numel()
-    ]
-    errors = (difference / (size or 1.0), loss_error, max(buffers, default=0.0))
+    buffers = (
+        relative_error(value, got.state.buffers[name]) for name, value in want.state.buffers.items()
+    )
+    errors = (
+        difference / (size or 1.0),
+        relative_error(want.loss, got.loss),
+        max(buffers, default=0.0),
+    )
     limits = [_ROUNDING.get(p.dtype, _ROUNDING[torch.float32]) for p in spec.parameters]
     rounding = max(limits, default=_ROUNDING[torch.float32])
-    # The comparison with NaN is false, so NaN is not exact.
-    is_exact = all(error <= rounding for error in errors)
+    is_exact = max(errors) <= rounding
     return Check(strategy, *errors, is_exact=is_exact, has_fixed_numbers=is_fixed)
-
-
-def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    difference = (a.double() - b.double()).abs().max()
-    return float(difference) / (float(a.double().abs().max()) or 1.0)
-
-
-def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a - b

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,17 +17,13 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import sample_spec_of
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import batch_norms
-from pinfeed.training.large_batch.verifier import MOST_COMPARED
-from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.models import bytes_on_device
+from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import map_tensors
-from pinfeed.training.memory_model.training_step import Step, StepRun, plain_step
+from pinfeed.training.memory_model.training_step import Step, StepRun, bytes_on_device, plain_step
 
 _N_AHEAD = 2
 """Chunks on the device in addition to the current one."""
-_LEAST_BYTES = 64 << 10
-"""Smaller storages stay on the device; the default threshold of Offload."""
 
 
 class MemoryPredictor:
@@ -47,7 +41,6 @@ class MemoryPredictor:
         self._host_limit = host_limit
         target_nbytes = () if estimator.targets is None else estimator.targets.nbytes
         self._ahead_nbytes = _N_AHEAD * (sum(estimator.inputs.nbytes) + sum(target_nbytes))
-        self._offload = _OffloadStep()
         self.why_not = ""
         """Reason why the last prediction was not possible."""
         model = estimator.model
@@ -77,28 +70,6 @@ class MemoryPredictor:
             )
         return found
 
-    def n_compared(self, n: int) -> int:
-        """Return how many samples can be compared with the plain step.
-
-        That many fit on the device as one batch, together with a second set of gradients.
-
-        Raises:
-            NotEnoughGPUMemory: If not even two samples fit on the GPU.
-            NotEnoughCPUMemory: If training is on the CPU and not even two samples fit.
-        """
-        parameters = self._estimator.model.parameters()
-        gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        for size in range(min(n, MOST_COMPARED), 1, -1):
-            nbytes = self.bytes_of("plain", size, size)
-            if nbytes is None or nbytes + gradients <= self.limit:
-                return size
-        error, name = self._not_enough()
-        raise error(
-            f"the comparison with the plain step computes two samples and needs "
-            f"{human((nbytes or 0) + gradients)}; {name} is {human(self.limit)} ({self.limit} "
-            f"bytes); raise {name}, or give verify=False to skip the comparison"
-        )
-
     def bytes_of(self, strategy: str, n: int, chunk_size: int) -> int | None:
         """Return the device memory of a strategy; None if it cannot be predicted.
 
@@ -112,20 +83,23 @@ class MemoryPredictor:
             "accumulate": _accumulate_step,
             "two_pass": functools.partial(_two_pass_step, chunk_size=chunk_size),
             "checkpoint": _checkpoint_step,
-            "offload": self._offload,
         }
         size = min(n, chunk_size) if strategy == "accumulate" else n
         is_in_chunks = strategy in ("accumulate", "two_pass")
         ahead = min(n, chunk_size) * self._ahead_nbytes if is_in_chunks else 0
         try:
+            if strategy == "offload":
+                plain = self._estimator.at(size)
+                return plain.reserved_bytes - plain.breakdown["activations"]
             return self._estimator.at(size, steps[strategy]).reserved_bytes + ahead
         except EstimateError as error:
             self.why_not = str(error)
             return None
 
-    def fits_on_host(self) -> bool:
-        """Return whether the activations that ``"offload"`` moves fit in host memory."""
-        return self._offload.host_bytes <= self._host_limit
+    def fits_on_host(self, n: int) -> bool:
+        """Return whether the activations of ``n`` samples can leave a GPU for host memory."""
+        activations = self._estimator.at(n).breakdown["activations"]
+        return self._estimator.device == "cuda" and activations <= self._host_limit
 
     def _not_enough(self) -> tuple[type[NotEnoughGPUMemory] | type[NotEnoughCPUMemory], str]:
         """Return the error for the device, and the name of its limit."""
@@ -202,71 +176,6 @@ def _checkpoint_step(run: StepRun, batch_size: int) -> Any:
     """Simulate a whole batch whose backward pass recomputes parts of the model."""
     with recomputed(run.model):
         return plain_step(run, batch_size)
-
-
-class _OffloadedStorage:
-    """A storage in host memory, and its copy on the device while anything refers to the copy."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._device_copy: Callable[[], torch.Tensor | None] = lambda: None
-
-    def on_device(self) -> torch.Tensor:
-        whole = self._device_copy()
-        if whole is None:
-            whole = torch.empty(self.nbytes, dtype=torch.uint8)
-            self._device_copy = weakref.ref(whole)
-        return whole
-
-
-class _OffloadStep:
-    """Simulates a whole batch whose activations stay in host memory until the backward pass.
-
-    Attributes:
-        host_bytes: Peak of the bytes in host memory.
-    """
-
-    def __init__(self) -> None:
-        self.host_bytes = 0
-        self._current_bytes = 0
-
-    def __call__(self, run: StepRun, batch_size: int) -> Any:
-        tensors = (*run.model.parameters(), *run.model.buffers())
-        staying = {tensor.untyped_storage()._cdata for tensor in tensors}
-        # The key is the address of the storage. It is removed when the storage dies, because
-        # another storage may get the same address.
-        offloaded: dict[int, _OffloadedStorage] = {}
-
-        def pack(tensor: torch.Tensor) -> Any:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in staying or storage.nbytes() < _LEAST_BYTES:
-                return tensor
-            if key not in offloaded:
-                offloaded[key] = self._offload(storage.nbytes())
-                weakref.finalize(storage, offloaded.pop, key, None).atexit = False
-            geometry = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-            return offloaded[key], *geometry
-
-        def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, torch.Tensor):
-                return packed
-            storage, dtype, shape, stride, offset = packed
-            whole: torch.Tensor = storage.on_device()
-            return whole.view(dtype).as_strided(shape, stride, offset)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return plain_step(run, batch_size)
-
-    def _offload(self, nbytes: int) -> _OffloadedStorage:
-        storage = _OffloadedStorage(nbytes)
-        self._current_bytes += nbytes
-        self.host_bytes = max(self.host_bytes, self._current_bytes)
-        weakref.finalize(storage, self._free, nbytes).atexit = False
-        return storage
-
-    def _free(self, nbytes: int) -> None:
-        self._current_bytes -= nbytes
 
 
 def _outputs_of_batch(outputs: Any, n: int, size: int) -> Any:

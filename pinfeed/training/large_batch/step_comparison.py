@@ -19,9 +19,8 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeGuard
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from torch import nn
 from pinfeed.errors import ArgumentError, described
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.accumulation import GradientAccumulator
 from pinfeed.training.large_batch.batches import (
     Chunk,
     Chunks,
@@ -41,21 +39,25 @@ from pinfeed.training.large_batch.batches import (
     select_samples,
     slice_samples,
 )
-from pinfeed.training.large_batch.dispatch_modes import FixedRandomness
-from pinfeed.training.large_batch.model_state import (
-    ModelState,
-    perturbed_parameters,
-    state_on_copies,
-)
+from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
 from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
-from pinfeed.training.large_batch.two_pass import backward_two_pass
-from pinfeed.training.memory_model.models import call_model
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
+from pinfeed.training.large_batch.step_result import (
+    FixedRandomness,
+    ModelState,
+    StepResult,
+    has_drawn,
+    norm_of,
+    perturbed_parameters,
+    relative_error,
+    run_step,
+    state_on_copies,
+    values_of,
+)
+from pinfeed.training.large_batch.step_spec import StepSpec
+from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors
+from pinfeed.training.memory_model.training_step import call_model
 
-ONE_BY_ONE = "accumulate one by one"
-"""``"accumulate"`` for batches that arrive one by one; their term count is known at the end."""
 PLAIN_FAILS = "the plain step fails"
 """Beginning of the message for a problem that the plain step has as well."""
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -90,73 +92,18 @@ class _DifferenceFound(Exception):
         self.error = error
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """Loss, gradients of the parameters, and state of the model after a step."""
-
-    loss: torch.Tensor
-    gradients: list[torch.Tensor | None]
-    state: ModelState
-
-
-def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
-    """Run a step that leaves the gradients and the state of the model unchanged.
-
-    Args:
-        spec: The model and the loss.
-        compute: Computes the gradients, and returns the loss.
-    """
-    parameters = spec.parameters
-    with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
-        loss = compute()
-        return StepResult(loss, [p.grad for p in parameters], state())
-
-
-def has_drawn(before: dict[str, Any]) -> bool:
-    """Return whether random numbers were drawn from torch since the generators had a state.
-
-    Raises:
-        ArgumentError: If random numbers were drawn from another library.
-    """
-    now = rng_state.capture()
-    for name in ("numpy", "python"):
-        if str(now[name]) != str(before[name]):
-            raise ArgumentError(
-                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
-                "comparison"
-            )
-    states = zip(
-        [now["torch"], *now.get("cuda", [])],
-        [before["torch"], *before.get("cuda", [])],
-        strict=False,
-    )
-    return any(not torch.equal(one, other) for one, other in states)
-
-
-class _Probe(NamedTuple):
-    """Plain step with a random loss of all outputs."""
-
-    spec: StepSpec
-    samples: Samples
-    outputs: list[Any]
-    """Outputs of each forward pass with this spec."""
-    plain: StepResult
-
-
 class StepComparison:
     """Compares a strategy with the plain step on some samples.
 
     Args:
         spec: The model and the loss.
-        strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
+        strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
         samples: Function that returns inputs and targets, on the device, of at most the given
             number of samples.
         n: Number of samples for the model.
-        autocast: Dtype of autocast, or None. The comparison uses autocast only if the model does
-            not run without it, because the rounding of autocast hides differences.
 
     Attributes:
-        has_drawn: Whether the plain step has drawn random numbers from torch.
+        has_drawn: Whether the forward pass has drawn random numbers from torch.
     """
 
     def __init__(
@@ -165,14 +112,13 @@ class StepComparison:
         strategy: str,
         samples: Callable[[int], Samples],
         n: int,
-        autocast: torch.dtype | None,
     ) -> None:
+        # The rounding of autocast would hide differences.
         self._spec = replace(spec, context=contextlib.nullcontext, scale=lambda loss: loss)
         self._strategy = strategy
         self._samples_of = samples
         self._samples = samples(n)
         self._n = n
-        self._autocast = autocast
         self._random = rng_state.capture()
         self.has_drawn = False
         limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
@@ -189,28 +135,22 @@ class StepComparison:
     def _compare_all(self) -> None:
         # This check is first, because the other computations would leave the parameters changed.
         self._check_parameters_are_only_read()
-        probe = self._probe_with_autocast()
-        if self._strategy == "checkpoint":
-            self._compare_outputs(probe)
-            return
-        with _failures_are_differences(PLAIN_FAILS):
-            self.has_drawn = has_drawn(self._random)
-        if not self.has_drawn:
-            self._compare_steps(self._spec, probe)
-        else:
-            probe.plain.gradients.clear()
-            for at in RANGE_ENDS:
-                context = functools.partial(_fixed, self._spec.context, at)
-                fixed = replace(self._spec, context=context)
-                self._compare_steps(fixed, self._probe(fixed))
-
-    def _compare_steps(self, spec: StepSpec, probe: _Probe) -> None:
-        outputs = self._compare_outputs(probe)
-        if self._strategy != "two_pass":
-            self._compare_losses(spec, outputs)
-        self._compare(spec, self._samples, "the loss of a step differs")
+        contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+            contextlib.nullcontext
+        ]
+        if self.has_drawn and self._strategy != "checkpoint":
+            contexts = [functools.partial(FixedRandomness, at) for at in RANGE_ENDS]
+        for context in contexts:
+            spec = replace(self._spec, context=context)
+            outputs = self._compare_outputs(spec)
+            if self._strategy == "checkpoint":
+                return
+            if self._strategy != "two_pass":
+                self._compare_losses(spec, outputs)
+            self._compare(spec, self._samples, "the loss of a step differs")
 
     def _check_parameters_are_only_read(self) -> None:
+        """Check that a forward pass writes to no parameter, and note whether it draws numbers."""
         modules = self._spec.modules
         rng_state.restore(self._random)
         with state_on_copies(modules), perturbed_parameters(modules) as name_of_written:
@@ -223,46 +163,31 @@ class StepComparison:
                 f"the forward pass writes to the parameter {name!r}, so chunks would write to it "
                 "several times"
             )
+        if self._strategy != "checkpoint":
+            with _failures_are_differences(PLAIN_FAILS):
+                self.has_drawn = has_drawn(self._random)
 
-    def _probe_with_autocast(self) -> _Probe:
-        """Probe the model, and use autocast if the plain step fails without it."""
-        try:
-            return self._probe(self._spec)
-        except _DifferenceFound:
-            if self._autocast is None:
-                raise
-        device = next((p.device for p in self._spec.parameters), torch.device("cpu"))
-        context = functools.partial(torch.autocast, device.type, self._autocast)
-        self._spec = replace(self._spec, context=context)
-        self._limit = max(self._limit, ROUNDING[self._autocast])
-        return self._probe(self._spec)
-
-    def _probe(self, spec: StepSpec) -> _Probe:
-        """Run the plain step with a random loss."""
+    def _compare_outputs(self, spec: StepSpec) -> Any:
+        """Compare steps with a random loss of all outputs, and return the outputs of the model."""
         loss = _RandomLoss(is_cut=self._strategy != "checkpoint")
         spec = replace(spec, loss=loss, reduction="sum", count=len)
         samples = self._samples[0], torch.arange(self._n)
-        fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
-        return _Probe(spec, samples, loss.outputs, self._plain_step(spec, samples, fails))
-
-    def _compare_outputs(self, probe: _Probe) -> Any:
-        """Compare steps with a random loss, and return the outputs of the model."""
-        spec, samples, outputs, plain = probe
+        plain = self._plain_step(spec, samples, f"{PLAIN_FAILS} on {self._n} samples of the batch")
         other = self._strategy_step(spec, samples)
-        whole, *parts = outputs
+        whole, *parts = loss.outputs
         with _failures_are_differences(_CHUNKS_FAIL):
             joined = concatenate(parts)
         check_states(plain.state, other.state)
         for (_, one), (_, another) in zip(flatten(whole)[0], flatten(joined)[0], strict=True):
             self._check(one, another, "an output of the model differs")
         self._check_gradients(spec, plain, other)
-        # The next steps need the memory.
-        plain.gradients.clear()
         return whole
 
     def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
         """Compare the loss of many samples, which repeat a few outputs, with those of chunks."""
-        nbytes = sum(leaf.nbytes for _, leaf in flatten(outputs)[0] if _is_tensor(leaf))
+        nbytes = sum(
+            leaf.nbytes for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)
+        )
         most = max(2 * self._n, _OUTPUT_BYTES // max(1, nbytes // self._n))
         inputs, targets = self._samples_of(most)
         rows = torch.arange(n_samples(inputs))
@@ -320,10 +245,7 @@ class StepComparison:
 
         if self._strategy == "two_pass":
             return backward_two_pass(spec, chunks, targets)
-        is_known = self._strategy != ONE_BY_ONE
-        return GradientAccumulator(spec).run(
-            chunks(), spec.count_terms(inputs, targets) if is_known else None
-        )
+        return GradientAccumulator(spec).run(chunks(), spec.count_terms(inputs, targets))
 
     def _check(self, one: Any, other: Any, what_differs: str) -> None:
         error = relative_error(one, other)
@@ -340,7 +262,7 @@ class StepComparison:
         for norm, p, one, another in gradients:
             # A gradient without a finite number shows no difference.
             error = relative_error(one, another, max(norm, least))
-            if one is not None and not math.isfinite(norm) and not _values(one).isfinite().any():
+            if one is not None and not math.isfinite(norm) and not values_of(one).isfinite().any():
                 error = math.inf
             if error > self._limit:
                 wrong.append((error, names[id(p)]))
@@ -422,12 +344,6 @@ def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _fixed(context: Callable[[], AbstractContextManager[Any]], at: float) -> Iterator[None]:
-    with context(), FixedRandomness(at):
-        yield
-
-
-@contextlib.contextmanager
 def _failures_are_differences(what_fails: str) -> Iterator[None]:
     """Raise errors of the user's code as differences; memory errors stay as they are."""
     try:
@@ -455,62 +371,3 @@ def check_states(plain: ModelState, other: ModelState) -> None:
                 f"the forward pass changes {name!r} of the model, and chunks leave other "
                 "values in it"
             )
-
-
-def norm_of(tensor: torch.Tensor | None) -> float:
-    """Return the Euclidean norm, computed in float64; the tensor may be sparse."""
-    if tensor is None or not tensor.numel():
-        return 0.0
-    values = _values(tensor)
-    return float(torch.linalg.vector_norm(values, dtype=_double_dtype(values)))
-
-
-def relative_error(one: Any, other: Any, size: float | None = None) -> float:
-    """Return the norm of the difference, relative to ``size``, or to the larger norm.
-
-    The error is infinite if shapes or kinds differ. Non-finite values at the same positions are
-    equal. None equals a tensor of zeros.
-    """
-    if one is None and _is_tensor(other):
-        one = torch.zeros_like(other)
-    if other is None and _is_tensor(one):
-        other = torch.zeros_like(one)
-    if not _is_tensor(one) or not _is_tensor(other):
-        return 0.0 if one is other or _is_equal(one, other) else math.inf
-    if one.shape != other.shape:
-        return math.inf
-    if not one.dtype.is_floating_point and not one.dtype.is_complex:
-        one = one.double()
-        other = other.double()
-    difference = norm_of(one - other)
-    if size is None:
-        size = max(norm_of(one), norm_of(other))
-    if not math.isfinite(difference + size) and one.layout is torch.strided:
-        a = one.to(_double_dtype(one))
-        b = other.to(_double_dtype(one))
-        is_same = (a == b) | (a.isnan() & b.isnan())
-        is_ignored = is_same & ~a.isfinite()
-        difference = norm_of(torch.where(is_same, 0, a - b))
-        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (a, b))
-    error = difference / (size or 1.0)
-    return math.inf if math.isnan(error) else error
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
-def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:
-        # Some objects, such as arrays, do not compare to a bool.
-        return False
-
-
-def _double_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64

@@ -1,20 +1,139 @@
-"""StepSpec: the model, the loss and the settings of a training step; and its gradients."""
+"""StepSpec: the model, the loss and its reduction; and the gradients of a training step."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pinfeed.errors import ArgumentError
+from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import n_samples
-from pinfeed.training.large_batch.loss_reduction import Count, Reduction
-from pinfeed.training.memory_model.models import call_model
+from pinfeed.training.memory_model.training_step import call_model
+
+Reduction = Literal["mean", "sum"]
+Count = Callable[[Any], Any]
+"""Function that returns the number of terms of a mean for given targets, a number or a tensor."""
+
+_IGNORED = -100
+"""Target that torch's losses and language model losses leave out by default."""
+_CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+_ELEMENT_LOSSES = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.kl_div,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.poisson_nll_loss,
+)
+
+
+def reduction_of(loss: Any) -> Reduction | None:
+    """Return how one of torch's losses reduces its terms; None for another loss."""
+    loss, options = _without_partial(loss)
+    found: Any = None
+    if isinstance(loss, nn.Module):
+        if type(loss).__module__ == nn.modules.loss.__name__:
+            found = getattr(loss, "reduction", None)
+    elif getattr(functional, getattr(loss, "__name__", ""), None) is loss:
+        found = _reduction_among(options)
+    reductions: dict[Any, Reduction] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+    return reductions.get(found)
+
+
+def _reduction_among(options: Mapping[str, Any]) -> str:
+    """Return ``reduction``, or the meaning of its deprecated forms ``size_average``, ``reduce``."""
+    if options.get("reduce") is None and options.get("size_average") is None:
+        return str(options.get("reduction", "mean"))
+    if options.get("reduce") is False:
+        return "none"
+    return "sum" if options.get("size_average") is False else "mean"
+
+
+def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
+    """Check that a batch has targets if the loss is one of torch's, which all need targets.
+
+    Raises:
+        ArgumentError: If ``targets`` is None and the loss is one of torch's.
+    """
+    if targets is not None:
+        return
+    known, _ = _without_partial(loss)
+    is_listed = known in (*_CLASS_LOSSES, *_ELEMENT_LOSSES)
+    if not is_listed and type(known).__module__ != nn.modules.loss.__name__:
+        return
+    name = getattr(known, "__name__", type(known).__name__)
+    is_pair = isinstance(inputs, (tuple, list)) and len(inputs) == 2
+    hint = "; the inputs are a pair, so give backward(*batch)" if is_pair else ""
+    raise ArgumentError(
+        f"the batch has no targets, but {name} compares outputs with targets; expected "
+        f"backward(inputs, targets), or a loader of pairs of inputs and targets{hint}"
+    )
+
+
+def count_of(loss: Any) -> Count:
+    """Return the function that counts the terms of a loss.
+
+    For losses of classes it counts the targets that are not ignored, each with the weight of its
+    class. For losses that compare numbers it counts these numbers. For other losses it counts
+    samples. If the loss is unknown, int64 targets count as classes, except for -100.
+    """
+    known, options = _without_partial(loss)
+    ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
+    has_classes = known in _CLASS_LOSSES or isinstance(known, _CLASS_LOSSES[:2])
+    reduction = getattr(known, "reduction", None) or _reduction_among(options)
+    is_listed = known in _ELEMENT_LOSSES or type(known) in _ELEMENT_LOSSES
+    has_elements = reduction == "mean" and is_listed
+    weight = options.get("weight", getattr(known, "weight", None)) if has_classes else None
+
+    def count(targets: Any) -> Any:
+        leaves = [leaf for _, leaf in flatten(targets)[0] if isinstance(leaf, torch.Tensor)]
+        if not leaves:
+            return 0
+        first = leaves[0]
+        if has_elements:
+            return first.numel()
+        # torch's other losses, neither of classes nor of elements, count samples.
+        may_have_classes = has_classes or reduction_of(loss) is None
+        if not may_have_classes or not _are_classes(first, has_classes):
+            return n_samples(targets)
+        is_counted = first != ignored
+        if weight is None:
+            return is_counted.sum()
+        weights = weight.to(first.device)[first.where(is_counted, 0).long()]
+        return (weights * is_counted).sum()
+
+    return count
+
+
+def _are_classes(targets: torch.Tensor, has_classes: bool) -> bool:
+    """Return whether targets are class indices: any integers, or int64 if the loss is unknown."""
+    return not targets.is_floating_point() if has_classes else targets.dtype is torch.int64
+
+
+def _without_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function, and the keyword arguments that ``functools.partial`` fixes."""
+    if isinstance(loss, functools.partial) and not loss.args:
+        return loss.func, loss.keywords
+    return loss, {}
 
 
 @dataclass(frozen=True)
@@ -51,6 +170,11 @@ class StepSpec:
     def training_modes(self) -> tuple[bool, ...]:
         """Training mode of each module, in the order of ``modules()``."""
         return tuple(module.training for root in self.modules for module in root.modules())
+
+    def outputs(self, inputs: Any) -> Any:
+        """Compute the outputs of some samples."""
+        with self.context():
+            return call_model(self.model, inputs)
 
     def forward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Compute the loss of some samples."""

@@ -5,32 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.limits import MemoryLimits
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.accumulation import GradientAccumulator
 from pinfeed.training.large_batch.batches import Chunk, Chunks, n_samples, slice_samples
+from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, gradient_transaction
 from pinfeed.training.large_batch.strategy_selector import (
     SOURCE,
     Strategy,
     StrategyChoice,
+    StrategyOptions,
     StrategySelector,
 )
-from pinfeed.training.large_batch.two_pass import backward_two_pass
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
-
-if TYPE_CHECKING:
-    from pinfeed.training.large_batch.big_batch import StrategyOptions
-    from pinfeed.training.offload.offload import Offload
+from pinfeed.training.offload.offload import Offload
 
 
 class StrategyRunner:
@@ -59,7 +58,7 @@ class StrategyRunner:
         self._options = options
         self._selector = selector
         self._stream = _ChunkStream(spec, device)
-        self._offload: Offload | None = None
+        self._whole = WholeSteps(device, options.config)
         self.chosen: StrategyChoice | None = None
         self.n_halved = 0
 
@@ -67,8 +66,7 @@ class StrategyRunner:
         """End the reader thread and free pinned memory. Further calls do nothing."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._stream.close)
-            if self._offload is not None:
-                stack.callback(self._offload.close)
+            stack.callback(self._whole.close)
 
     def run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
@@ -112,7 +110,7 @@ class StrategyRunner:
                 return self._accumulate(self._stream.chunks(inputs, targets, size), total, key)
             # The batch has no terms, so the plain step decides what its mean is.
             inputs, targets = slice_samples((inputs, targets), 0, size)
-        with self._context(strategy):
+        with self._whole.context(strategy, self._spec.modules):
             return self._spec.backward_whole(*to_device((inputs, targets), self._device))
 
     def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
@@ -135,19 +133,37 @@ class StrategyRunner:
             return not batch_norms(self._spec.model)
         return chosen.strategy == "two_pass"
 
-    def _context(self, strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a whole step."""
+
+class WholeSteps:
+    """Contexts of steps that compute a whole batch at once, by strategy.
+
+    Args:
+        device: Device of the model.
+        config: Memory limits; None for the free memory.
+    """
+
+    def __init__(self, device: torch.device, config: MemoryLimits | None) -> None:
+        self._device = device
+        self._config = config
+        self._offload: Offload | None = None
+
+    def context(
+        self, strategy: str, modules: Sequence[nn.Module]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of the forward pass; the first module is the model."""
         if strategy == "checkpoint":
-            return recomputed(self._spec.model)
+            return recomputed(modules[0])
         if strategy != "offload":
             return contextlib.nullcontext()
         if self._offload is None:
-            from pinfeed.training.offload.offload import Offload
-
-            config = self._options.config
-            limit = None if config is None else config.host_limit(free_host_bytes())
+            limit = None if self._config is None else self._config.host_limit(free_host_bytes())
             self._offload = Offload(self._device, host_limit=limit)
-        return self._offload.step(*self._spec.modules)
+        return self._offload.step(*modules)
+
+    def close(self) -> None:
+        """Free page-locked memory. Further calls do nothing."""
+        if self._offload is not None:
+            self._offload.close()
 
 
 class _ChunkStream:

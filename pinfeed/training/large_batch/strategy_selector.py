@@ -7,24 +7,22 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tabulate import tabulate
 from torch import nn
 
 from pinfeed.errors import ArgumentError
+from pinfeed.memory import limits
 from pinfeed.memory.units import human
 from pinfeed.training.large_batch.batches import n_samples, sample_spec_of, shapes_and_dtypes
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor, memory_predictor_for
 from pinfeed.training.large_batch.recompute import can_be_recomputed
-from pinfeed.training.large_batch.step_comparison import ONE_BY_ONE, PLAIN_FAILS
+from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
-from pinfeed.training.large_batch.verifier import MOST_COMPARED, Verifier
+from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.validation.safe_repr import safe_repr
-
-if TYPE_CHECKING:
-    from pinfeed.training.large_batch.big_batch import StrategyOptions
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
@@ -39,6 +37,25 @@ _OTHER_NUMBERS = (
 _SIZE_IS_UNKNOWN = (
     "the size of chunks is unknown without chunk_size and config; give chunk_size= or config="
 )
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Options of a BigBatch that determine how gradients are computed.
+
+    Attributes:
+        config: Memory limits; None for no limits.
+        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        strategy: ``"auto"``, or the strategy that the user named.
+        autocast: The dtype of autocast, or None.
+        verify: Whether strategies are compared with the plain step before they are used.
+    """
+
+    config: limits.MemoryLimits | None
+    chunk_size: int | None
+    strategy: str
+    autocast: torch.dtype | None
+    verify: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +111,7 @@ class StrategySelector:
         self._spec = spec
         self._device = device
         self._options = options
-        self._verifier = Verifier(options.verify, options.autocast)
+        self._verifier = Verifier(options.verify, has_autocast=options.autocast is not None)
         self._choices: dict[Any, StrategyChoice] = {}
         self._predictors: dict[Any, MemoryPredictor] = {}
         self._is_source_reported = False
@@ -176,7 +193,7 @@ class StrategySelector:
             ArgumentError: If the batches cannot be added up.
         """
         if not self._is_source_reported:
-            self._report_source(self._problem_of(ONE_BY_ONE, inputs, targets))
+            self._report_source(self._problem_of("accumulate", inputs, targets))
 
     def keep(self, key: Any, chosen: StrategyChoice, n: int | None = None) -> StrategyChoice:
         """Use this choice for batches with this key from now on.
@@ -255,14 +272,7 @@ class StrategySelector:
         return shapes_and_dtypes(inputs, targets), self._spec.training_modes
 
     def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
-        def most_that_fit() -> int:
-            predictor = None
-            if self._options.chunk_size is None:
-                predictor = self._predictor(inputs, targets)
-            n = n_samples(inputs)
-            return MOST_COMPARED if predictor is None else predictor.n_compared(n)
-
-        return self._verifier.problem_of(strategy, self._spec, inputs, targets, most_that_fit)
+        return self._verifier.problem_of(strategy, self._spec, inputs, targets)
 
     def _report_source(self, problem: str) -> None:
         if problem and not self._is_source_reported:
@@ -374,7 +384,7 @@ def choose_strategy(
             why = _why_chunks(strategy, problems)
             return StrategyChoice(strategy, min(size, n), why, device_bytes)
     why = f"chunks do not give its gradients ({_described(problems)}) and"
-    if fits("offload") and predictor is not None and predictor.fits_on_host():
+    if fits("offload") and predictor is not None and predictor.fits_on_host(n):
         why = f"{why} its activations fit in host memory"
         return StrategyChoice("offload", n, why, device_bytes)
     if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):

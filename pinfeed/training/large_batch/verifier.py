@@ -17,25 +17,22 @@ from torch import nn
 
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.accumulation import AccumulationHook
 from pinfeed.training.large_batch.batches import (
     n_samples,
     sample_shapes_and_dtypes,
     select_samples,
 )
-from pinfeed.training.large_batch.dispatch_modes import BatchAxisOperations
-from pinfeed.training.large_batch.model_state import perturbed_parameters, state_on_copies
+from pinfeed.training.large_batch.chunked_gradients import AccumulationHook
 from pinfeed.training.large_batch.step_comparison import (
-    ONE_BY_ONE,
+    PLAIN_FAILS,
     Samples,
     StepComparison,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
-from pinfeed.training.memory_model.models import call_model
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
-MOST_COMPARED = 3
+_MOST_COMPARED = 3
 """Most samples on which a strategy is compared with the plain step."""
 _LEAST_COMPARED = 2
 _MAY_BE_ROUNDING = 1e-2
@@ -49,12 +46,12 @@ class Verifier:
 
     Args:
         is_on: Whether to compare at all; False for ``verify=False``.
-        autocast: Dtype of autocast; None for no autocast.
+        has_autocast: Whether the step runs with autocast.
     """
 
-    def __init__(self, is_on: bool, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, is_on: bool, *, has_autocast: bool = False) -> None:
         self.is_on = is_on
-        self._autocast = autocast
+        self._has_autocast = has_autocast
         self._problems: dict[Any, str] = {}
         self._drawing_modes: set[tuple[bool, ...]] = set()
 
@@ -66,24 +63,16 @@ class Verifier:
         """Return whether a comparison in these modes of the modules has drawn random numbers."""
         return spec.training_modes in self._drawing_modes
 
-    def problem_of(
-        self,
-        strategy: str,
-        spec: StepSpec,
-        inputs: Any,
-        targets: Any = None,
-        most: Callable[[], int] = lambda: MOST_COMPARED,
-    ) -> str:
+    def problem_of(self, strategy: str, spec: StepSpec, inputs: Any, targets: Any = None) -> str:
         """Return how a strategy differs from the plain step on some samples of a batch.
 
         Parameters, gradients, buffers, attributes and random generators do not change.
 
         Args:
-            strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
+            strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
             spec: The model and the loss, on their device.
             inputs: A batch.
             targets: Its targets, or None.
-            most: Returns how many samples fit in memory; called only if nothing is cached.
 
         Returns:
             A clause without a full stop; "" if nothing differs.
@@ -92,34 +81,22 @@ class Verifier:
             RuntimeError: If the comparison fails, or if two samples do not fit on the device at
                 once. The type is that of the original error, which may be MemoryError.
         """
-        if not self.is_on or n_samples(inputs) < _LEAST_COMPARED:
+        n = min(_MOST_COMPARED, n_samples(inputs))
+        if not self.is_on or n < _LEAST_COMPARED:
             return ""
         key = strategy, sample_shapes_and_dtypes(inputs, targets), spec.training_modes
         if key not in self._problems:
-            is_mean = strategy in ("accumulate", ONE_BY_ONE) and spec.reduction == "mean"
+            is_mean = strategy == "accumulate" and spec.reduction == "mean"
             if is_mean and not spec.count_terms(inputs, targets):
                 # Every target is ignored, so the comparison waits for another batch.
                 return ""
-            n = min(most(), n_samples(inputs))
-            problem, has_drawn = self._problem_on(n, strategy, spec, inputs, targets)
-            self._problems[key] = problem
-            if has_drawn:
-                self._drawing_modes.add(spec.training_modes)
+            self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
         return self._problems[key]
 
-    def _problem_on(
-        self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any
-    ) -> tuple[str, bool]:
-        """Compare ``n`` samples, or fewer if they do not fit.
-
-        Returns:
-            Clause that says how the strategy differs, and whether the plain step has drawn random
-            numbers.
-        """
-        if n < _LEAST_COMPARED:
-            return "", False
+    def _problem_on(self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> str:
+        """Compare ``n`` samples, or fewer if they do not fit."""
         try:
-            return _find_problem(spec, strategy, inputs, targets, self._autocast, n)
+            return self._find_problem(n, strategy, spec, inputs, targets)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -132,49 +109,51 @@ class Verifier:
         release_cached_memory()
         return self._problem_on(n - 1, strategy, spec, inputs, targets)
 
+    def _find_problem(
+        self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any
+    ) -> str:
+        if strategy != "checkpoint" and (name := _name_of_hooked_parameter(spec)):
+            runs = "would run once for each chunk, not once for the batch"
+            return f"the hooks of the parameter {name!r} {runs}"
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
+            return "the model has uninitialized parameters; run one forward pass before"
+        device = next((p.device for p in spec.parameters), torch.device("cpu"))
 
-def _find_problem(
-    spec: StepSpec, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int
-) -> tuple[str, bool]:
-    """Return how a strategy differs on ``n`` samples, and whether the plain step draws numbers."""
-    if strategy != "checkpoint" and (name := _name_of_hooked_parameter(spec)):
-        runs = "would run once for each chunk, not once for the batch"
-        return f"the hooks of the parameter {name!r} {runs}", False
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
-        return "the model has uninitialized parameters; run one forward pass before", False
-    device = next((p.device for p in spec.parameters), torch.device("cpu"))
-    if torch.is_autocast_enabled(device.type):
-        autocast = autocast or torch.get_autocast_dtype(device.type)
+        def samples(most: int) -> Samples:
+            rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
+            found: Samples = to_device(select_samples((inputs, targets), rows), device)
+            return found
 
-    def samples(most: int) -> Samples:
-        rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
-        found: Samples = to_device(select_samples((inputs, targets), rows), device)
-        return found
-
-    without_autocast = torch.autocast(device.type, enabled=False)
-    with rng_state.replayed(rng_state.capture()), _full_precision(device), without_autocast:
-        problem, has_drawn = _find_difference(spec, strategy, samples, n, autocast)
-        cause = _cause(spec, samples(n)[0]) if problem else ""
-        return problem + cause, has_drawn
+        is_in_autocast = self._has_autocast or torch.is_autocast_enabled(device.type)
+        without_autocast = torch.autocast(device.type, enabled=False)
+        with rng_state.replayed(rng_state.capture()), _full_precision(device), without_autocast:
+            problem, has_drawn = _find_difference(spec, strategy, samples, n, is_in_autocast)
+        if has_drawn:
+            self._drawing_modes.add(spec.training_modes)
+        return problem
 
 
 def _find_difference(
-    spec: StepSpec,
-    strategy: str,
-    samples: Callable[[int], Samples],
-    n: int,
-    autocast: torch.dtype | None,
+    spec: StepSpec, strategy: str, samples: Callable[[int], Samples], n: int, is_in_autocast: bool
 ) -> tuple[str, bool]:
-    """Compare in the model's dtype, and again in float64 if rounding may be the reason."""
-    own = StepComparison(spec, strategy, samples, n, autocast)
+    """Compare in the model's dtype, and again in float64 if rounding may be the reason.
+
+    A model that runs only with autocast has several dtypes. It is compared in float64, too.
+
+    Returns:
+        A clause that says how the strategy differs on ``n`` samples, and whether the forward pass
+        draws random numbers.
+    """
+    own = StepComparison(spec, strategy, samples, n)
     is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
     problem = ""
     if not is_narrow:
         problem, error = own.difference()
-        if not problem or error > _MAY_BE_ROUNDING:
+        needs_autocast = is_in_autocast and problem.startswith(PLAIN_FAILS)
+        if not problem or (error > _MAY_BE_ROUNDING and not needs_autocast):
             return problem, own.has_drawn
     try:
-        wide = StepComparison(_spec_in_float64(spec), strategy, _in_float64(samples), n, None)
+        wide = StepComparison(_spec_in_float64(spec), strategy, _in_float64(samples), n)
         return wide.difference()[0], wide.has_drawn
     except Exception:
         # A model that cannot be copied is compared in its own dtype.
@@ -261,22 +240,6 @@ def _full_precision(device: torch.device) -> Iterator[None]:
     finally:
         for setting, is_allowed in before:
             setting.allow_tf32 = is_allowed
-
-
-def _cause(spec: StepSpec, inputs: Any) -> str:
-    """Return a clause that names the model's operations over the batch; "" if there are none."""
-    operations = BatchAxisOperations(n_samples(inputs))
-    modules = spec.modules
-    with (
-        contextlib.suppress(Exception),
-        torch.no_grad(),
-        state_on_copies(modules),
-        perturbed_parameters(modules),
-        operations,
-    ):
-        call_model(spec.model, inputs)
-    names = ", ".join(operations.names)
-    return f" (the forward pass has operations that may combine samples: {names})" if names else ""
 
 
 def _name_of_hooked_parameter(spec: StepSpec) -> str:

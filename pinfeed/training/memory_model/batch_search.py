@@ -14,9 +14,9 @@ from pinfeed.memory import limits
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.training.memory_model.budget import CACHES, Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import MOST_SAMPLES, StepEstimator
 from pinfeed.training.memory_model.real_steps import measure_steps
+from pinfeed.training.memory_model.report import CACHES, Budget, largest_that_fits, refusal
 
 _INEXACT_MARGIN = 0.06
 """Share of the step reserved for temporary memory that the estimate misses."""

@@ -14,30 +14,18 @@ import torch
 from pinfeed.devices import resolve, torch_device
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory import limits
-from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.limits import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.training.memory_model.batch_search import BatchSearch
-from pinfeed.training.memory_model.budget import Budget
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.models import bytes_on_device
-from pinfeed.training.memory_model.report import Kind
+from pinfeed.training.memory_model.report import Budget, Kind
 from pinfeed.training.memory_model.tensor_specs import samples_of
-from pinfeed.training.memory_model.training_step import check_autocast
+from pinfeed.training.memory_model.training_step import bytes_on_device, check_autocast
 from pinfeed.validation.arguments import explain_arguments, whole_number
 
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _MMAP_THRESHOLD_BYTES = 1 << 20
-_HINTS = {
-    "batch_size": "give batch_size= to the feeder; preferred_batch_size= is the upper bound of the "
-    "largest batch that fits",
-    "gpu_memory gpu_limit gpu_mem vram max_gpu_memory": "give gpu_memory_limit=, in bytes: "
-    "pinfeed.GiB(8)",
-    "cpu_memory cpu_limit memory memory_limit host_memory ram max_memory": "give "
-    "cpu_memory_limit=, in bytes: pinfeed.GiB(8)",
-    "chunk_size": "give chunk_size= to the BigBatch, instead of config=",
-}
-"""Hints for argument names that users try."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -68,8 +56,7 @@ class Config(limits.MemoryLimits):
             rows, whichever is less.
         depth: Number of prefetched batches; 0 is the synchronous loop. With None and a model,
             ``budget`` and a feeder use 2. Without a model, a feeder chooses 2, or more if batches
-            are small. On the CPU, a loop over rows in memory then measures whether 0 is faster, and
-            keeps the faster depth.
+            are small.
         headroom: Share of the free memory that stays unused if a limit is None.
         total_sample_count: Number of inputs per epoch, and the most inputs of a batch. An input has
             ``one_read_count`` samples. ``batch_count``, the full batches of an epoch, needs it.
@@ -77,7 +64,6 @@ class Config(limits.MemoryLimits):
             arguments of the model), list or dict (keyword arguments) of shapes.
         output_shape: Shape of a sample's target, or a structure of shapes; None without targets.
         model: A torch module, which stays unchanged; or a function that makes one.
-        model_class: The same as ``model``.
         input_dtype: One dtype for all inputs, or a structure of dtypes like ``input_shape``: a
             dtype of torch or numpy, or its name.
         output_dtype: Dtype of targets, or a structure of dtypes.
@@ -110,7 +96,6 @@ class Config(limits.MemoryLimits):
     input_shape: Any = None
     output_shape: Any = None
     model: Any = None
-    model_class: Any = None
     input_dtype: Any = "float32"
     output_dtype: Any = "float32"
     one_read_count: int = 1
@@ -135,9 +120,7 @@ class Config(limits.MemoryLimits):
         if self.device != "auto":
             torch_device(self.device)
         check_autocast(self.autocast)
-        if self.model is not None and self.model_class is not None:
-            raise ArgumentError("both model and model_class were given; give one of them")
-        if self._model is not None:
+        if self.model is not None:
             if self.input_shape is None:
                 raise ArgumentError(
                     "model= needs input_shape=; give the shape of a sample, without the batch "
@@ -184,7 +167,7 @@ class Config(limits.MemoryLimits):
         Raises:
             ArgumentError: If there is no model.
         """
-        if self._model is None:
+        if self.model is None:
             raise ArgumentError(
                 "the batch size is unknown without a model; give model= and input_shape= to the "
                 "Config, or batch_size= to the feeder"
@@ -234,7 +217,7 @@ class Config(limits.MemoryLimits):
 
     def for_feeder(self) -> limits.MemoryLimits:
         """Return the limits that the training step leaves for the feeder, and the batch size."""
-        if self._model is None:
+        if self.model is None:
             return self
         budget = self.budget
         cpu_limit = budget.cpu_memory_limit
@@ -262,17 +245,13 @@ class Config(limits.MemoryLimits):
                 its heap keeps up to half as much memory again as the tensors take.
         """
         if self._kind == "cuda" and torch.cuda.is_available():
-            gpu = self.gpu_memory_limit if self._model is None else self.budget.gpu_memory_limit
+            gpu = self.gpu_memory_limit if self.model is None else self.budget.gpu_memory_limit
             if gpu is not None:
                 index = torch.device(self.device if self.device != "auto" else "cuda").index or 0
                 total = torch.cuda.get_device_properties(index).total_memory
                 torch.cuda.set_per_process_memory_fraction(min(1.0, gpu / total), index)
         if malloc:
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-
-    @property
-    def _model(self) -> Any:
-        return self.model_class if self.model is None else self.model
 
     @property
     def _kind(self) -> Kind:
@@ -292,7 +271,7 @@ class Config(limits.MemoryLimits):
         if self.output_shape is not None:
             targets = samples_of(self.output_shape, self.output_dtype, "output")
         estimator = StepEstimator(
-            self._model,
+            self.model,
             samples_of(self.input_shape, self.input_dtype, "input"),
             targets,
             loss=self.loss,
@@ -315,12 +294,12 @@ class Config(limits.MemoryLimits):
         """Return the limits of the host and of the GPU; the latter is None for the CPU."""
         # The estimate includes the model, so the memory that the model takes already counts as
         # free.
-        model_on_host = bytes_on_device(self._model, torch.device("cpu"))
+        model_on_host = bytes_on_device(self.model, torch.device("cpu"))
         if self._kind == "cpu":
             return self.host_limit(free_host_bytes() + model_on_host), None
         gpu = self.gpu_memory_limit
         if gpu is None:
-            model_on_gpu = bytes_on_device(self._model, torch.device("cuda"))
+            model_on_gpu = bytes_on_device(self.model, torch.device("cuda"))
             gpu = self.device_limit(_free_on_gpu(self.device) + model_on_gpu)
         return self.host_limit(free_host_bytes()), gpu
 
@@ -330,7 +309,7 @@ class Config(limits.MemoryLimits):
 
 
 # The decorator ``dataclass`` has made ``__init__`` just before. Its signature stays the same.
-Config.__init__ = explain_arguments(_HINTS)(Config.__init__)  # type: ignore[method-assign]
+Config.__init__ = explain_arguments({})(Config.__init__)  # type: ignore[method-assign]
 
 
 def _free_on_gpu(device: Any) -> int:

@@ -15,17 +15,24 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.training.memory_model.caching_allocator import reserved_bytes
-from pinfeed.training.memory_model.cuda_step import as_on_cuda, use_cuda_defaults, workspace_bytes
-from pinfeed.training.memory_model.models import (
-    copies_without_data,
-    state_tensors,
+from pinfeed.training.memory_model.cuda_memory import (
+    as_on_cuda,
+    reserved_bytes,
+    use_cuda_defaults,
+    workspace_bytes,
 )
 from pinfeed.training.memory_model.real_steps import peak_of_gradients
 from pinfeed.training.memory_model.report import Confidence, Estimate, Kind, Layer, layers_of
 from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, peak_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
-from pinfeed.training.memory_model.training_step import Step, StepRun, TrainingStep, plain_step
+from pinfeed.training.memory_model.training_step import (
+    Step,
+    StepRun,
+    TrainingStep,
+    copies_without_data,
+    plain_step,
+    state_tensors,
+)
 from pinfeed.validation.arguments import whole_number
 
 KINDS = (

@@ -1,4 +1,4 @@
-"""Measurement of real training steps of a copy of the model: their peak memory."""
+"""Real training steps of a copy of the model: their peak memory, and errors of memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,39 @@ from torch import nn
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes, trim_heap
 from pinfeed.tensors import rng_state
-from pinfeed.training.memory_model.cuda_step import clear_workspaces
-from pinfeed.training.memory_model.models import call_model, copies, tensors_of
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
+from pinfeed.training.memory_model.cuda_memory import clear_workspaces
 from pinfeed.training.memory_model.tensor_specs import to_device
-from pinfeed.training.memory_model.training_step import TrainingStep
+from pinfeed.training.memory_model.training_step import TrainingStep, call_model, copies, tensors_of
+
+_MESSAGES = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "not enough memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out.
+
+    It recognises errors of torch, CUDA and its libraries, the CPU's allocator and numpy.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+
+
+def release_cached_memory() -> None:
+    """Free dead objects, and return the allocator's unused memory to the device.
+
+    Call it after the ``except`` block of the error, because within the block the traceback keeps
+    the tensors of the failed frames alive.
+    """
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
 
 _N_STEPS = 3
 """Number of steps to run; in the first, libraries try algorithms and the optimizer gets state."""

@@ -1,14 +1,17 @@
-"""Estimate and Layer: memory of a training step by purpose, and the parameters of each layer."""
+"""Estimate and Budget: memory of a training step by purpose, and with its feeder in the limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tabulate import tabulate
 from torch import nn
 
+from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
+from pinfeed.memory.plan import Allocation, Plan, joined
 from pinfeed.memory.units import human
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -109,22 +112,6 @@ class Estimate:
         ]
         return "\n".join([*lines, *self.notes])
 
-    def layer_table(self) -> str:
-        """Return the parameters of each layer as a table."""
-        rows = [
-            (
-                layer.name or "(model)",
-                layer.kind,
-                layer.n_trainable,
-                layer.n_frozen,
-                human(layer.nbytes),
-            )
-            for layer in self.layers
-        ]
-        return tabulate(
-            rows, headers=("layer", "class", "trainable", "frozen", "memory"), intfmt=","
-        )
-
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
     """Return the layers that have parameters of their own; a shared parameter counts once."""
@@ -139,3 +126,176 @@ def layers_of(model: nn.Module) -> tuple[Layer, ...]:
             nbytes = sum(p.numel() * p.element_size() for p in own)
             found.append(Layer(name, type(module).__name__, n_trainable, n_frozen, nbytes))
     return tuple(found)
+
+
+CACHES = "caches of tables"
+"""Use of the memory that ``Config(device_cache=...)`` reserves."""
+
+
+@dataclass(frozen=True, repr=False)
+class Budget:
+    """Memory of a training step and its feeder; ``str(budget)`` is a table.
+
+    Examples:
+        >>> model = torch.nn.Linear(1000, 10)
+        >>> limit = pinfeed.GiB(8)
+        >>> config = pinfeed.Config(gpu_memory_limit=limit, model=model, input_shape=(1000,))
+        >>> budget = config.budget
+        >>> budget.fits, budget.gpu_bytes <= limit
+        (True, True)
+
+    Attributes:
+        batch_size: Samples in the batch.
+        step: Estimate of the step.
+        feeder: Plan of the feeder.
+        margin: Bytes reserved for memory that the estimate misses. After ``probe``, the measured
+            excess over the estimate, which may be negative.
+        seen: Measured memory of a step, relative to the estimate; None if it was not measured.
+        cpu_memory_limit: Limit of host memory, in bytes.
+        gpu_memory_limit: Limit of device memory, in bytes; None if training is on the CPU.
+    """
+
+    batch_size: int
+    step: Estimate
+    feeder: Plan
+    margin: int
+    seen: float | None
+    cpu_memory_limit: int
+    gpu_memory_limit: int | None
+
+    @property
+    def items(self) -> tuple[Allocation, ...]:
+        """All allocations; the batch of the step counts once, as a batch buffer of the feeder."""
+        place = "host" if self.gpu_memory_limit is None else "device"
+        step = {name: nbytes for name, nbytes in self.step.breakdown.items() if name != "batch"}
+        step["safety margin" if self.seen is None else "measured above estimate"] = self.margin
+        own = [Allocation(name, place, 1, nbytes) for name, nbytes in step.items() if nbytes]  # type: ignore[arg-type]
+        return (*own, *self.feeder.items)
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Total host memory in bytes, pinned and unpinned."""
+        return sum(item.total for item in self.items if item.place != "device")
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Total device memory in bytes."""
+        return sum(item.total for item in self.items if item.place == "device")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory is within the limits."""
+        if self.gpu_memory_limit is not None and self.gpu_bytes > self.gpu_memory_limit:
+            return False
+        return self.cpu_bytes <= self.cpu_memory_limit
+
+    @property
+    def step_bytes(self) -> int:
+        """Memory of the step without its batch, in bytes."""
+        return self.step.reserved_bytes - self.step.breakdown["batch"] + self.margin
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        rows = [
+            (item.place, item.what, item.count, human(item.nbytes), human(item.total))
+            for item in joined(self.items)
+        ]
+        table = tabulate(
+            rows,
+            headers=("where", "what", "count", "each", "total"),
+            colalign=("left", "left", "right", "right", "right"),
+        )
+        lines = [
+            f"batches of {self.batch_size} samples",
+            table,
+            f"host memory: {human(self.cpu_bytes)} (limit {human(self.cpu_memory_limit)})",
+        ]
+        if self.gpu_memory_limit is not None:
+            gpu_limit = human(self.gpu_memory_limit)
+            lines.append(f"GPU memory: {human(self.gpu_bytes)} (limit {gpu_limit})")
+        if self.seen is not None:
+            times = f"{self.seen:.2f} times the estimate"
+            return "\n".join([*lines, f"probe: the measured memory of a step is {times}"])
+        return "\n".join([*lines, f"confidence: {self.step.confidence}", *self.step.notes])
+
+
+def refusal(least: Budget, n_samples: int) -> BudgetError:
+    """Return the error that says why not even ``n_samples`` samples fit."""
+    on_device = least.gpu_memory_limit is not None and least.gpu_bytes > least.gpu_memory_limit
+    error: type[BudgetError] = NotEnoughCPUMemory
+    name = "cpu_memory_limit"
+    need = least.cpu_bytes
+    limit: int | None = least.cpu_memory_limit
+    if on_device:
+        error = NotEnoughGPUMemory
+        name = "gpu_memory_limit"
+        need = least.gpu_bytes
+        limit = least.gpu_memory_limit
+    items = [item for item in least.items if (item.place == "device") == on_device]
+    uses = ", ".join(f"{human(item.total)} {item.what}" for item in items)
+    excess = need - (limit or 0)
+    advice = [f"raise {name}", *_savings(least, items, excess)]
+    if n_samples > 1:
+        advice.append("train in chunks (BigBatch)")
+    elif sum(item.total for item in items if item.what == "activations") >= excess:
+        # One sample cannot be cut, but these strategies need less memory for activations.
+        strategies = "'checkpoint' or 'offload'" if on_device else "'checkpoint'"
+        advice.append(f"give strategy={strategies} to a BigBatch")
+    if len(advice) > 1:
+        advice[-1] = f"or {advice[-1]}"
+    samples = "1 sample" if n_samples == 1 else f"{n_samples} samples"
+    return error(
+        f"a batch of {samples} needs {human(need)} ({need} bytes): {uses}; {name} is "
+        f"{human(limit or 0)} ({limit} bytes); {', '.join(advice)}"
+    )
+
+
+def _savings(least: Budget, items: Sequence[Allocation], excess: int) -> list[str]:
+    """Return advice to lower depth and caches, if together they can save ``excess`` bytes."""
+    depth = least.feeder.depth
+    caches = [item for item in items if item.what == CACHES]
+    # The synchronous loop needs at least one buffer of each kind, so depth=0 saves at most this.
+    prefetched = sum((item.count - 1) * item.nbytes for item in items) if depth else 0
+    if prefetched + sum(item.total for item in caches) < excess:
+        return []
+    advice = [f"lower depth (now {depth})"] if depth else []
+    return [*advice, "lower device_cache"] if caches else advice
+
+
+def largest_that_fits(need: Callable[[int], float], limit: float, most: int | None) -> int:
+    """Return the largest ``n`` from 1 to ``most`` with ``need(n) <= limit``; 0 if there is none.
+
+    ``need`` grows with ``n``, nearly linearly beyond some size. Interpolation finds the result in
+    a few calls, and halving the interval bounds the number of calls.
+
+    Args:
+        need: Function that returns bytes or a share for ``n``. It is called once for each ``n``.
+        limit: Largest result of ``need`` that fits.
+        most: Largest ``n`` to try; None for no bound.
+    """
+    need = functools.cache(need)
+    if need(1) > limit or most == 0:
+        return 0
+    fits = 1
+    too_many = most or 2
+    while need(too_many) <= limit:
+        if too_many == most:
+            return most
+        fits = too_many
+        too_many *= 4
+    halve = False
+    while too_many - fits > 1:
+        share = 0.5 if halve else (limit - need(fits)) / (need(too_many) - need(fits))
+        guess = min(max(fits + int(share * (too_many - fits)), fits + 1), too_many - 1)
+        has_space = need(guess) <= limit
+        excluded = guess - fits if has_space else too_many - guess
+        # If the guess excluded less than half of the interval, the next guess halves it.
+        halve = not halve and 2 * excluded < too_many - fits
+        if has_space:
+            fits = guess
+        else:
+            too_many = guess
+    return fits

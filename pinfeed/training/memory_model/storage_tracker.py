@@ -14,8 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pinfeed.training.memory_model.caching_allocator import Event
-from pinfeed.training.memory_model.cuda_step import is_product
+from pinfeed.training.memory_model.cuda_memory import Event, is_product
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
 """Namespaces of operations that allocate with torch's allocator."""

@@ -11,16 +11,14 @@ from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, T_co
 from pinfeed.feeders.loader_feeder import LoaderFeeder
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
-from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.rank_loop import Exchanged, RankLoop
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
-from pinfeed.training.row_loop.loader_replay import LoaderReplay
 from pinfeed.training.row_loop.loop_table import LoopTable
-from pinfeed.training.row_loop.row_source import TableRowSource
+from pinfeed.training.row_loop.row_source import LoaderReplay, TableRowSource
 from pinfeed.training.row_loop.session import TableSession
 from pinfeed.validation.arguments import check_flag, whole_number
 from pinfeed.validation.safe_repr import safe_repr

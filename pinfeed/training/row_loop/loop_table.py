@@ -16,10 +16,9 @@ from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
 from pinfeed.stores.store import row_nbytes
 from pinfeed.training.distributed.sharded_table import ShardedEmbedding
-from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.batch_rows import BatchRows, loops_over, register, unregister
 from pinfeed.training.embeddings.combined_optimizer import row_optimizers
 from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.embeddings.shared_rows import loops_over, register, unregister
 from pinfeed.training.embeddings.table import HostEmbedding
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.training.distributed.rank_loop import RankLoop
 from pinfeed.training.distributed.sharded_rows import check_received, receive_deferred
-from pinfeed.training.embeddings.shared_rows import loops_over
+from pinfeed.training.embeddings.batch_rows import loops_over
 from pinfeed.training.row_loop.loop_table import LoopTable, require_separate
 from pinfeed.training.row_loop.row_source import TableBatch
 from pinfeed.training.row_loop.synchronous_rows import SynchronousRows
@@ -162,6 +162,8 @@ class TableSession:
             Exception: If a write-back has failed. The original error is raised.
         """
         self._require_thread()
+        # The garbage collector must not end a dropped loop in the middle of this call.
+        _kept = self.iterator
         # Inside evaluating(), all changes were already written at its beginning.
         if of_step and self._state is State.LENT:
             self._write_back(copied=True, check=True)

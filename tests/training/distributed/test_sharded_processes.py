@@ -24,7 +24,7 @@ from pinfeed import (
     HostEmbedding,
     ShardedEmbedding,
 )
-from pinfeed.training.distributed import process_groups
+from pinfeed.training.distributed import rank_loop
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,7 +56,7 @@ def in_time(*command: str, seconds: float = 60) -> str:
 
 def test_process_groups_end_with_the_group_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is the only rank."""
-    monkeypatch.setattr(process_groups, "_rank_groups", {})
+    monkeypatch.setattr(rank_loop, "_rank_groups", {})
     n_open = []
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -68,14 +68,14 @@ def test_process_groups_end_with_the_group_of_the_user(monkeypatch: pytest.Monke
             n_open.append(len(os.listdir("/proc/self/task")))
     finally:
         distributed.destroy_process_group()
-        process_groups._rank_groups.clear()
+        rank_loop._rank_groups.clear()
     assert len(set(n_open[1:])) == 1, "threads of destroyed groups remain"
 
 
 def test_process_groups_have_the_timeout_of_the_users_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_groups, "_rank_groups", {})
+    monkeypatch.setattr(rank_loop, "_rank_groups", {})
     distributed.init_process_group(
         "gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=100)
     )
@@ -85,14 +85,14 @@ def test_process_groups_have_the_timeout_of_the_users_group(
             N, 2, process_group=distributed.new_group([0], timeout=timedelta(seconds=7))
         )
         ShardedEmbedding(N, 2, process_group=distributed.new_group([0]))
-        made = [group for _, groups in process_groups._rank_groups.values() for group in groups]
+        made = [group for _, groups in rank_loop._rank_groups.values() for group in groups]
         timeouts = [
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for group in made
         ]
     finally:
         distributed.destroy_process_group()
-        process_groups._rank_groups.clear()
+        rank_loop._rank_groups.clear()
     assert timeouts == [100, 100, 7, 7, 1800, 1800]
 
 

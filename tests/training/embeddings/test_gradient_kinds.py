@@ -232,7 +232,7 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     for ids in train_rows(loader(1), {table: itself}, optimizer=rows):
         step(rows, table, ids)
     older = {key: value for key, value in rows.state_dict().items() if key != "attributes"}
-    with pytest.raises(errors.ArgumentError, match="a state without has_begun of RowWiseAdagrad"):
+    with pytest.raises(errors.ArgumentError, match="not a state of a RowOptimizer"):
         rows.load_state_dict(older)
     whole, result = run(n=12)
     first, _ = run(n=5)

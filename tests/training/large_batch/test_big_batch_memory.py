@@ -116,7 +116,7 @@ def test_an_error_of_another_kind_surfaces() -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:strategy='accumulate' does not give the gradients of the plain step. the loss fails"
+    "ignore:pinfeed. strategy='accumulate' does not give the gradients of the plain step. the loss"
 )
 @pytest.mark.parametrize(
     "where", ["source", "accumulate", "two_pass", "plain", "checkpoint", "offload"]

@@ -18,7 +18,6 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from pinfeed import BigBatch, errors
-from pinfeed.training.large_batch.dispatch_modes import BatchAxisOperations
 
 N, CHUNK = 24, 8
 
@@ -577,20 +576,3 @@ def test_models_are_compared_on_batches_of_an_iterator() -> None:
         big.backward(iter([(X, Y)]))
     with BigBatch(net(), cross_entropy, chunk_size=CHUNK) as big:
         big.backward(iter([(X.numpy(), Y.numpy())]))
-
-
-@pytest.mark.parametrize(
-    ("compute", "names"),
-    [
-        (lambda x: x.sort(), []),
-        (lambda x: x.sort(dim=0), ["sort"]),
-        (lambda x: x.softmax(1), []),
-        (lambda x: x.sum((0, 1)), ["sum"]),
-        (lambda x: x @ x.T, ["mm"]),
-    ],
-    ids=["last axis by default", "first axis", "named axis", "both axes", "pairs"],
-)
-def test_operations_over_the_samples_are_named(compute: Any, names: list[str]) -> None:
-    with BatchAxisOperations(3) as found:
-        compute(torch.ones(3, 5))
-    assert found.names == names

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinfeed.training.memory_model.caching_allocator import (
+from pinfeed.training.memory_model.cuda_memory import (
     CachingAllocator,
     Event,
     reserved_bytes,

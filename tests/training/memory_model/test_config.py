@@ -15,9 +15,9 @@ from torch import nn
 
 import pinfeed
 from pinfeed import Config, GiB, KiB, MiB, errors
-from pinfeed.training.memory_model.budget import largest_that_fits
-from pinfeed.training.memory_model.models import bytes_on_device
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory
+from pinfeed.training.memory_model.report import largest_that_fits
+from pinfeed.training.memory_model.training_step import bytes_on_device
 
 
 def mlp() -> nn.Module:
@@ -264,7 +264,7 @@ def test_an_existing_model_stays_unchanged() -> None:
     assert dataclasses.replace(config, preferred_batch_size=2).batch_size == 2
     same = Config(
         gpu_memory_limit=MiB(96),
-        **({**MODEL, "model": None} | {"model_class": mlp, "optimizer": torch.optim.Adam}),
+        **(MODEL | {"model": mlp, "optimizer": torch.optim.Adam}),
     )
     assert same.batch_size == config.batch_size
 
@@ -274,7 +274,6 @@ def test_an_existing_model_stays_unchanged() -> None:
     [
         ({"one_read_count": 0}, "one_read_count=0: expected a whole number, at least 1"),
         ({"total_sample_count": 0.5}, "total_sample_count=0.5"),
-        ({"model_class": mlp}, "both model and model_class were given"),
         ({"input_shape": None}, "model= needs input_shape="),
         ({"output_dtype": "nothing"}, "output_dtype='nothing'"),
     ],

@@ -8,7 +8,7 @@ from torch import nn
 
 import pinfeed
 from pinfeed import MiB
-from pinfeed.training.memory_model.cuda_step import clear_workspaces, workspace_bytes
+from pinfeed.training.memory_model.cuda_memory import clear_workspaces, workspace_bytes
 from pinfeed.training.memory_model.storage_tracker import StorageTracker
 
 

@@ -151,7 +151,7 @@ def test_blocks_of_other_sizes_make_way() -> None:
 
 
 def test_a_refused_lock_keeps_the_rest_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
-    from pinfeed.devices import HostDevice
+    from pinfeed.devices.cpu import HostDevice
     from pinfeed.errors import DeviceError
 
     class Refusing(HostDevice):

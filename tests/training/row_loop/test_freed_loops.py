@@ -1,12 +1,15 @@
 """Loops over train_rows that the garbage collector ends."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pinfeed import HostEmbedding, PinnedStore, RowOptimizer, train_rows
+from pinfeed.training.row_loop.loop_table import LoopTable
 
 STEPS = 3
 
@@ -53,3 +56,31 @@ def test_the_last_step_counts_if_a_cycle_of_references_is_freed(
         # The table is free for another loop.
         Run(table).step()
     gc.collect()
+
+
+def test_the_last_step_is_in_the_file_of_a_freed_table(tmp_path: Path) -> None:
+    path = tmp_path / "items.npy"
+    run = Run(HostEmbedding(11, 2, name="items", store=path), depth=0)
+    run.table.store.scatter(np.arange(11), np.zeros((11, 2), np.float32))
+    run.step()
+    del run
+    gc.collect()
+    assert np.load(path)[:3, 0].tolist() == [np.float32(-0.1), np.float32(-0.1), 0]
+
+
+def test_a_loop_that_is_freed_while_a_table_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PinnedStore.zeros((11, 2), pin=False)
+    table = HostEmbedding(11, 2, name="items", store=store)
+    Run(table, depth=1).step()
+    changed_values = LoopTable.changed_values
+
+    def freeing(used: LoopTable) -> Any:
+        gc.collect()
+        return changed_values(used)
+
+    monkeypatch.setattr(LoopTable, "changed_values", freeing)
+    table.flush_writes()
+    monkeypatch.undo()
+    assert store.array[:3, 0].tolist() == [np.float32(-0.1), np.float32(-0.1), 0]
+    gc.collect()
+    assert store.array[:3, 0].tolist() == [np.float32(-0.1), np.float32(-0.1), 0]

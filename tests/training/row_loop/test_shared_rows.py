@@ -22,7 +22,7 @@ from pinfeed import (
     errors,
     read_rows,
 )
-from pinfeed.training.embeddings.shared_rows import loops_over, register, unregister
+from pinfeed.training.embeddings.batch_rows import loops_over, register, unregister
 
 N, DIM = 8, 4
 Pair = tuple[Any, Any]

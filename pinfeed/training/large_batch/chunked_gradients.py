@@ -1,23 +1,30 @@
-"""GradientAccumulator: gradients of a batch as the sum of the gradients of its chunks."""
+"""Gradients of a batch in chunks: accumulated chunk by chunk, or in two passes for any loss."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
+from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import (
     Chunk,
     Chunks,
+    check_output_rows,
+    concatenate,
+    is_differentiable,
     n_samples,
     slice_samples,
 )
+from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 
 
 class AccumulationHook:
@@ -124,3 +131,96 @@ class GradientAccumulator:
             half = Chunk(x, y, self._spec.count_terms(x, y))
             losses.append(self._backward(half, total, missing))
         return torch.stack(losses).sum()
+
+
+class RecomputedChunks:
+    """The chunks of a batch, each computed once without a graph, and once again with gradients.
+
+    Args:
+        chunks: Returns the chunks; called once per pass, with the same chunks each time.
+        compute: Function that returns the outputs of a model for inputs.
+        modules: Root modules, whose buffers are the same in both passes.
+    """
+
+    def __init__(
+        self,
+        chunks: Callable[[], Chunks],
+        compute: Callable[[Any], Any],
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self._chunks = chunks
+        self._compute = compute
+        self._buffers = buffers_of(modules)
+        self._random: list[dict[str, Any]] = []
+        """State of the random generators before each chunk."""
+
+    def outputs(self) -> Any:
+        """Return the outputs of all chunks, without a graph."""
+        parts: list[Any] = []
+        with torch.no_grad(), contextlib.closing(self._chunks()) as source:
+            for chunk in source:
+                self._random.append(rng_state.capture())
+                parts.append(self._compute(chunk.inputs))
+                check_output_rows(parts[-1], n_samples(chunk.inputs))
+        if not parts:
+            raise ArgumentError("the batch is empty; expected at least one sample")
+        return concatenate(parts)
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compute each chunk again, with the same random numbers, and run its backward pass.
+
+        Args:
+            gradients: Gradient of each leaf of the outputs, on any device.
+        """
+        start = 0
+        with (
+            torch.enable_grad(),
+            rng_state.replayed(self._random[0]),
+            replayed_buffers(self._buffers),
+            contextlib.closing(self._chunks()) as source,
+        ):
+            for chunk, state in zip(source, self._random, strict=True):
+                rng_state.restore(state)
+                outputs = self._compute(chunk.inputs)
+                stop = start + n_samples(chunk.inputs)
+                _backward_rows(outputs, gradients, start, stop)
+                start = stop
+
+
+def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any) -> torch.Tensor:
+    """Add the gradients of any loss of all outputs, with the graph of one chunk at a time.
+
+    The loss of the outputs of all chunks gives their gradients, which the second pass propagates
+    to the parameters.
+
+    Args:
+        spec: The model and the loss.
+        chunks: Returns the chunks; called once per pass, with the same chunks each time.
+        targets: Targets of the whole batch, on the device.
+
+    Returns:
+        The loss of the whole batch, a tensor of shape ().
+    """
+    recomputed = RecomputedChunks(chunks, spec.outputs, spec.modules)
+    leaves, rebuild = flatten(recomputed.outputs())
+    held = [
+        leaf.detach().requires_grad_() if is_differentiable(leaf) else leaf for _, leaf in leaves
+    ]
+    with spec.context():
+        loss = spec.loss(rebuild(iter(held)), targets)
+    spec.scale(loss).backward()
+    recomputed.backward([getattr(leaf, "grad", None) for leaf in held])
+    return loss.detach()
+
+
+def _backward_rows(
+    outputs: Any, gradients: Iterable[torch.Tensor | None], start: int, stop: int
+) -> None:
+    """Run the backward pass of a chunk that has rows [start, stop) of the batch."""
+    pairs = [
+        (leaf, whole[start:stop].to(leaf.device))
+        for (_, leaf), whole in zip(flatten(outputs)[0], gradients, strict=True)
+        if whole is not None and is_differentiable(leaf) and leaf.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([leaf for leaf, _ in pairs], [whole for _, whole in pairs])

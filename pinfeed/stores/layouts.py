@@ -1,0 +1,261 @@
+"""Layouts of the rows of raw and safetensors files, and of windows over the items of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.errors import ArgumentError, FileMissing, StoreError, described
+from pinfeed.stores.axis_windows import AxisWindow
+from pinfeed.stores.libraries import imported, listed
+from pinfeed.stores.npy_header import MAGIC, read_header, strange
+from pinfeed.stores.paths import file_size, require_regular
+from pinfeed.stores.sharded_file import RowLayout
+from pinfeed.stores.store import whole_numbers
+from pinfeed.tensors.dtypes import BFLOAT16, dtype_of, numpy_dtype_of
+from pinfeed.validation.arguments import whole_number
+from pinfeed.validation.suggestions import install_line, of_file
+
+
+def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> RowLayout:
+    """Return the layout of the rows that begin after ``offset`` bytes of a file.
+
+    Args:
+        path: The file.
+        shape: Shape (n_rows, *row_shape); an n_rows of -1 stands for all rows of the file.
+        dtype: Dtype of the items, as numpy or torch spells it.
+        offset: Bytes before the first row.
+
+    Raises:
+        FileMissing: If there is no such file.
+        StoreError: If the shape or the offset is invalid, the file is truncated, n_rows is -1 and
+            the file does not end with a whole row, or torch does not have the dtype.
+    """
+    items = numpy_dtype_of(dtype, path)
+    size = file_size(path)
+    n_rows, *row_shape = whole_numbers(shape, path)
+    if type(offset) is bool or not hasattr(offset, "__index__"):
+        raise StoreError(f"{path}: offset={offset!r}; expected a whole number of bytes")
+    if n_rows < -1 or min(row_shape, default=0) < 0 or offset < 0:
+        raise StoreError(
+            f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for "
+            "all rows of the file"
+        )
+    row_nbytes = items.itemsize * math.prod(row_shape)
+    if not row_nbytes:
+        raise StoreError(
+            f"{path}: shape={shape} of {items} has rows of 0 bytes; expected at least 1 on each "
+            "axis"
+        )
+    if n_rows == -1:
+        n_rows, rest = divmod(max(0, size - offset), row_nbytes)
+        if rest:
+            raise StoreError(
+                f"{path}: {size} bytes minus offset={offset} are {n_rows} rows of {row_nbytes} "
+                f"bytes and {rest} more bytes; expected whole rows; give the shape, dtype and "
+                "offset that the file was written with, or the number of rows"
+            )
+    return RowLayout(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
+
+
+def window_layouts(series: Sequence[RowLayout], window: AxisWindow) -> list[RowLayout]:
+    """Return the layouts of the windows of files, given layouts in which a row is one item.
+
+    Raises:
+        StoreError: If no file is as long as ``span``.
+    """
+    found = [_window_layout(items, window) for items in series]
+    if not any(layout.n_rows for layout in found):
+        longest = max(series, key=lambda items: items.n_rows)
+        raise StoreError(
+            f"{longest.path} has {longest.n_rows:,} items; expected at least {window.in_words}; "
+            "give a smaller length, a longer file, or across_files=True if all files are one "
+            "sequence"
+        )
+    return found
+
+
+def _window_layout(items: RowLayout, window: AxisWindow) -> RowLayout:
+    n_rows = window.count(items.n_rows)
+    return dataclasses.replace(
+        items,
+        n_rows=n_rows,
+        row_shape=(window.length, *items.row_shape),
+        offset=items.begin(window.start if n_rows else 0),
+        # Without a second window, the step may be longer than any file.
+        gap=(window.step - window.length) * items.row_nbytes if n_rows > 1 else 0,
+    )
+
+
+def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLayout:
+    """Return the layout of the items of a .npy file, or of a flat file without a header.
+
+    A file with the signature of a .npy file is read as one. Any other file needs a dtype.
+
+    Args:
+        path: The file.
+        dtype: Dtype of the items; None takes the dtype from the header of a .npy file.
+        offset: Bytes before the first item of a file without a header.
+
+    Raises:
+        FileMissing: If there is no such file.
+        ArgumentError: If ``offset`` is given for a .npy file, or is negative.
+        StoreError: If the file has neither a header nor a dtype, is named .npy and is not a .npy
+            file, or cannot be read, or if its items have 0 bytes.
+    """
+    offset = whole_number(offset, "offset", least=0)
+    file_size(path)
+    with open(path, "rb") as file:
+        start = file.read(12)
+    if not start.startswith(MAGIC):
+        if dtype is None or path.endswith(".npy"):
+            raise StoreError(_no_series(path, start))
+        return raw_layout(path, (-1,), dtype, offset)
+    if offset:
+        raise ArgumentError(
+            f"{path}, offset={offset}: the header of a .npy file says where the items begin; "
+            "leave offset out, and give start= to begin at a later item"
+        )
+    items = read_header(path, None if dtype is None else dtype_of(dtype, "NpyStore"))
+    if not items.row_nbytes:
+        raise StoreError(
+            f"{path}: items of shape {items.row_shape} have 0 bytes; expected at least 1 on each "
+            "axis"
+        )
+    return items
+
+
+def _no_series(path: str, start: bytes) -> str:
+    """Return an error message about a file that has neither a header nor a dtype."""
+    if not start or path.endswith(".npy") or of_file(path, start):
+        return strange(path, start)
+    return (
+        f"{path} has no header (it starts with {start[:6]!r}), so the dtype of its items is "
+        'unknown; expected a .npy file, or dtype= of the items, such as dtype="uint16"'
+    )
+
+
+_DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
+    # The format is little-endian.
+    name: np.dtype(code)
+    for name, code in {
+        "BOOL": "?",
+        "U8": "u1",
+        "I8": "i1",
+        "U16": "<u2",
+        "I16": "<i2",
+        "U32": "<u4",
+        "I32": "<i4",
+        "U64": "<u8",
+        "I64": "<i8",
+        "F16": "<f2",
+        "F32": "<f4",
+        "F64": "<f8",
+        "C64": "<c8",
+    }.items()
+}
+# Most tensor names that an error lists; a model may have thousands.
+_MAX_NAMES = 20
+
+
+def tensor_layout(path: str, name: str) -> RowLayout:
+    """Return the layout of one tensor of a file; its first axis is the rows.
+
+    The format's own library checks the header. It does not give offsets, so this function reads
+    them from the header once more.
+
+    Raises:
+        MissingDependency: If the library is not installed.
+        FileMissing: If there is no such file.
+        StoreError: If the file is a directory, is not a safetensors file, is damaged, or has no
+            such tensor; or if the tensor has no axis of rows, or a dtype that torch and numpy do
+            not both have.
+    """
+    with _opened(path) as file:
+        names = sorted(file.keys())
+        if name not in names:
+            raise StoreError(
+                f"{path} has no tensor {name!r}; expected one of {listed(names, _MAX_NAMES)}"
+            )
+        part = file.get_slice(name)
+        shape = tuple(part.get_shape())
+        dtype = _dtype(path, name, part.get_dtype())
+    if not shape:
+        raise StoreError(
+            f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)"
+        )
+    try:
+        begin, end = _byte_range(path, name)
+        layout = RowLayout(path, dtype, shape[0], shape[1:], begin)
+        if layout.end != end:
+            raise ValueError(f"{name!r} ends at byte {end}, expected {layout.end}")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StoreError(
+            f"{path} was rewritten while its header was read; open it again ({described(error)})"
+        ) from None
+    return layout.check(os.path.getsize(path))
+
+
+def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str, np.dtype[Any] | None]]:
+    """Return the shape of each tensor, its dtype in the spelling of the format, and its dtype.
+
+    The dtype is None if numpy and torch do not both have it.
+
+    Raises:
+        MissingDependency: If the library is not installed.
+        FileMissing: If there is no such file.
+        StoreError: If the file is a directory, is not a safetensors file, or is damaged.
+    """
+    with _opened(path) as file:
+        parts = {name: file.get_slice(name) for name in sorted(file.keys())}
+        return {
+            name: (tuple(part.get_shape()), part.get_dtype(), _DTYPES.get(part.get_dtype()))
+            for name, part in parts.items()
+        }
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    library = imported(
+        "safetensors", f"{path}: the safetensors package is needed; {install_line('safetensors')}"
+    )
+    if os.path.isdir(path):
+        raise StoreError(f"{path} is a directory; expected a safetensors file")
+    try:
+        require_regular(path)
+        with library.safe_open(path, framework="np") as file:
+            yield file
+    except FileNotFoundError:
+        raise FileMissing(
+            f"{path}: no such file (looked in {os.getcwd()}); expected a safetensors file"
+        ) from None
+    except library.SafetensorError as error:
+        raise StoreError(
+            f"{path} is not a safetensors file, or it is damaged ({error}); copy or save it again"
+        ) from None
+
+
+def _dtype(path: str, name: str, saved: str) -> np.dtype[Any]:
+    if saved not in _DTYPES:
+        raise StoreError(
+            f"{path}: tensor {name!r} has dtype {saved}, which numpy and torch do not both have; "
+            f"expected one of {', '.join(sorted(_DTYPES))}; convert it with .to(), or save its "
+            "bytes with .view(torch.uint8)"
+        )
+    return _DTYPES[saved]
+
+
+def _byte_range(path: str, name: str) -> tuple[int, int]:
+    """Return the bytes [begin, end) of a tensor of a file that the library has just checked."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(length))[name]["data_offsets"]
+    return 8 + length + int(begin), 8 + length + int(end)

@@ -1,0 +1,329 @@
+"""StepResult: loss, gradients and state of the model after a step that leaves no trace.
+
+The state is that of buffers, and of attributes with tensors or numbers. A model that draws random
+numbers gets fixed ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pinfeed.errors import ArgumentError
+from pinfeed.tensors import rng_state
+from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
+
+_SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+class ModelState(NamedTuple):
+    """Copies of the buffers and of the attributes of modules, by name."""
+
+    buffers: dict[str, Any]
+    attributes: dict[str, Any]
+
+    def pairs(self, other: ModelState) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the name of each buffer and attribute with its values in both states.
+
+        Tensor attributes whose shapes differ are left out, because they follow the last batch.
+        """
+        for name in {**self.buffers, **other.buffers}:
+            yield name, self.buffers.get(name), other.buffers.get(name)
+        for name in {**self.attributes, **other.attributes}:
+            one = self.attributes.get(name)
+            another = other.attributes.get(name)
+            # An attribute without a shape is no tensor.
+            shapes = getattr(one, "shape", None), getattr(another, "shape", None)
+            if None in shapes or shapes[0] == shapes[1]:
+                yield name, one, another
+
+
+@contextlib.contextmanager
+def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], ModelState]]:
+    """Let modules change copies of their state, and restore the originals at the end.
+
+    Lists, dicts and other objects that a module keeps are not copied.
+
+    Args:
+        modules: Root modules, whose children are included.
+
+    Yields:
+        A function that returns the current state.
+    """
+    every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
+    originals = [
+        (one, dict(one._buffers), _attributes(one), _generators(one)) for _, one in every.values()
+    ]
+    for module, buffers, attributes, _ in originals:
+        module._buffers.update(_copies(buffers))
+        module.__dict__.update(_copies(attributes))
+
+    def state() -> ModelState:
+        found = ModelState({}, {})
+        for name, module in every.values():
+            prefix = f"{name}." if name else ""
+            found.buffers.update(_copies(module._buffers, prefix))
+            found.attributes.update(_copies(_attributes(module), prefix))
+        return found
+
+    try:
+        yield state
+    finally:
+        for module, buffers, attributes, generators in originals:
+            module._buffers.update(buffers)
+            module.__dict__.update(attributes)
+            for key in module._buffers.keys() - buffers.keys():
+                del module._buffers[key]
+            for key in _attributes(module).keys() - attributes.keys():
+                del module.__dict__[key]
+            for generator, before in generators:
+                generator.set_state(before)
+
+
+@contextlib.contextmanager
+def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
+    """Let modules compute with slightly different parameters, and restore the originals at the end.
+
+    Yields:
+        A function that returns the name of a parameter that was written in the block, or "".
+    """
+    # The forward pass of a table with max_norm rescales rows with a larger norm, which gives the
+    # same result in chunks.
+    renormalized = {
+        id(one.weight)
+        for root in modules
+        for one in root.modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
+    }
+    every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
+    named = [pair for key, pair in every.items() if key not in renormalized]
+    originals = [p.data for _, p in named]
+    generator = torch.Generator().manual_seed(0)
+    perturbed = []
+    for _, p in named:
+        scale = 1 + 0.01 * float(torch.rand((), generator=generator))
+        perturbed.append(p.data * scale if p.is_floating_point() else p.data.clone())
+        p.data = perturbed[-1].clone()
+
+    def name_of_written() -> str:
+        for (name, p), other in zip(named, perturbed, strict=True):
+            if not torch.equal(p.data, other):
+                return name
+        return ""
+
+    try:
+        yield name_of_written
+    finally:
+        for (_, p), original in zip(named, originals, strict=True):
+            p.data = original
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the module's own attributes that are tensors or simple values."""
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if key not in _MODULE_ATTRIBUTES
+        and isinstance(value, (torch.Tensor, *_SIMPLE_TYPES))
+        and not isinstance(value, nn.Parameter)
+    }
+
+
+def _copies(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        f"{prefix}{key}": value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
+
+
+def _generators(module: nn.Module) -> list[tuple[torch.Generator, torch.Tensor]]:
+    found = [value for value in module.__dict__.values() if isinstance(value, torch.Generator)]
+    return [(generator, generator.get_state()) for generator in found]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss, gradients of the parameters, and state of the model after a step."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    state: ModelState
+
+
+def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
+    """Run a step that leaves the gradients and the state of the model unchanged.
+
+    Args:
+        spec: The model and the loss.
+        compute: Computes the gradients, and returns the loss.
+    """
+    parameters = spec.parameters
+    with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
+        loss = compute()
+        return StepResult(loss, [p.grad for p in parameters], state())
+
+
+def has_drawn(before: dict[str, Any]) -> bool:
+    """Return whether random numbers were drawn from torch since the generators had a state.
+
+    Raises:
+        ArgumentError: If random numbers were drawn from another library.
+    """
+    now = rng_state.capture()
+    for name in ("numpy", "python"):
+        if str(now[name]) != str(before[name]):
+            raise ArgumentError(
+                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
+                "comparison"
+            )
+    states = zip(
+        [now["torch"], *now.get("cuda", [])],
+        [before["torch"], *before.get("cuda", [])],
+        strict=False,
+    )
+    return any(not torch.equal(one, other) for one, other in states)
+
+
+def norm_of(tensor: torch.Tensor | None) -> float:
+    """Return the Euclidean norm, computed in float64; the tensor may be sparse."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    values = values_of(tensor)
+    return float(torch.linalg.vector_norm(values, dtype=_double_dtype(values)))
+
+
+def relative_error(one: Any, other: Any, size: float | None = None) -> float:
+    """Return the norm of the difference, relative to ``size``, or to the larger norm.
+
+    The error is infinite if shapes or kinds differ. Non-finite values at the same positions are
+    equal. None equals a tensor of zeros.
+    """
+    if one is None and isinstance(other, torch.Tensor):
+        one = torch.zeros_like(other)
+    if other is None and isinstance(one, torch.Tensor):
+        other = torch.zeros_like(one)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return 0.0 if one is other or _is_equal(one, other) else math.inf
+    if one.shape != other.shape:
+        return math.inf
+    if not one.dtype.is_floating_point and not one.dtype.is_complex:
+        one = one.double()
+        other = other.double()
+    difference = norm_of(one - other)
+    if size is None:
+        size = max(norm_of(one), norm_of(other))
+    if not math.isfinite(difference + size) and one.layout is torch.strided:
+        a = one.to(_double_dtype(one))
+        b = other.to(_double_dtype(one))
+        is_same = (a == b) | (a.isnan() & b.isnan())
+        is_ignored = is_same & ~a.isfinite()
+        difference = norm_of(torch.where(is_same, 0, a - b))
+        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (a, b))
+    error = difference / (size or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that may be sparse."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        # Some objects, such as arrays, do not compare to a bool.
+        return False
+
+
+def _double_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+_DROPOUT_THAT_KEEPS_ALL = {"native_dropout": ("p", 0.0), "_fused_dropout": ("p", 1.0)}
+"""Operations that compute dropout in one kernel, and the argument that keeps every number."""
+
+
+class FixedRandomness(TorchDispatchMode):
+    """Context in which torch's operations draw fixed numbers and dropout keeps every number.
+
+    A model with dropout draws other numbers for a batch than for its chunks. With fixed numbers,
+    both compute the same function, and their gradients can be compared.
+
+    Args:
+        at: Position of the numbers in the range of a distribution, from 0 to 1.
+
+    Raises:
+        ArgumentError: If an unknown operation draws random numbers.
+    """
+
+    def __init__(self, at: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._at = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        given = _arguments_of(func, args, kwargs)
+        if name in _DROPOUT_THAT_KEEPS_ALL:
+            return func(**given | dict([_DROPOUT_THAT_KEEPS_ALL[name]]))
+        if "dropout_p" in given:
+            return func(**given | {"dropout_p": 0.0})
+        if name in ("bernoulli", "bernoulli_"):
+            drawn = func(*args, **kwargs)
+            # A single number decides a branch; several numbers are a mask.
+            return drawn.fill_(1.0 if drawn.numel() > 1 else round(self._at))
+        if name == "randperm":
+            # A permutation that moves samples reveals whether samples depend on each other.
+            drawn = func(*args, **kwargs)
+            return drawn.copy_(torch.arange(len(drawn)).flip(0))
+        number = self._number(name, given)
+        if number is None:
+            raise ArgumentError(
+                f"{func} draws random numbers, which cannot be fixed for a comparison"
+            )
+        return _descending(func(*args, **kwargs).fill_(number))
+
+    def _number(self, name: str, given: dict[str, Any]) -> float | None:
+        """Return the number that an operation draws everywhere; None if it is unknown."""
+        if name in ("rand", "rand_like", "uniform_"):
+            low = given.get("from", 0.0)
+            return float(low + self._at * (given.get("to", 1.0) - low))
+        if name in ("randn", "randn_like", "normal_"):
+            return float(given.get("mean", 0.0) + (4 * self._at - 2) * given.get("std", 1.0))
+        if name in ("randint", "randint_like"):
+            low = given.get("low", 0)
+            return int(low + int(self._at * (given["high"] - low)))
+        return None
+
+
+def _descending(drawn: torch.Tensor) -> torch.Tensor:
+    """Make a vector of equal numbers descend slightly.
+
+    A model may sort such a vector to shuffle samples. With descending numbers, the sort moves the
+    samples.
+    """
+    if drawn.is_floating_point() and drawn.ndim == 1 and len(drawn) > 1:
+        drawn -= 1e-3 * torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
+    return drawn
+
+
+def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operation by name, with the defaults of omitted ones."""
+    given = dict(kwargs)
+    for i, argument in enumerate(func._schema.arguments):
+        if i < len(args):
+            given[argument.name] = args[i]
+        elif argument.name not in given and argument.has_default_value():
+            given[argument.name] = argument.default_value
+    return given
