@@ -48,6 +48,22 @@ def no_copy(feeder: object) -> NoReturn:
     )
 
 
+def no_items(feeder: object, rows: object) -> NoReturn:
+    """Refuse to give samples to a DataLoader. Every feeder has this as ``__getitems__``.
+
+    No feeder has ``__getitem__``, because numpy would then take a feeder in a list for a sequence,
+    and would iterate over an epoch.
+
+    Raises:
+        TypeError: Always.
+    """
+    raise TypeError(
+        f"a DataLoader asked a {type(feeder).__name__} for samples; expected a loop over the "
+        "feeder itself, `for batch in feeder`, which already batches and prefetches; if you need "
+        "a DataLoader, give it pinfeed.RowDataset(source)"
+    )
+
+
 class BaseFeeder(Generic[T_co]):
     """Loop over batches on a device, with statistics, a timeline and ``close``.
 
@@ -59,7 +75,23 @@ class BaseFeeder(Generic[T_co]):
     _owned_device: Device | None
     _loop: EpochRunner
 
+    if not TYPE_CHECKING:
+        # Type checkers know the attributes of each feeder.
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            text = f"{kind!r} object has no attribute {name!r}"
+            if name == "dataset":
+                text = (
+                    f"a {kind} has no dataset to make a DataLoader of, as skip_first_batches and "
+                    "prepare_data_loader of Accelerate do; loop over it as it is; to resume an "
+                    "epoch, use its load_state_dict() (a Trainer of transformers then needs "
+                    "ignore_data_skip=True); to share its rows among processes, give ranks="
+                )
+            raise AttributeError(text, name=name, obj=self)
+
     __reduce__ = no_copy
+    __getitems__ = no_items
 
     def __enter__(self) -> Self:
         return self

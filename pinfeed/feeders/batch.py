@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import sys
+from collections.abc import Iterable
 from typing import Any, Generic
+
+import numpy as np
 
 from pinfeed.devices.device import Device
 from pinfeed.errors import WriteBackError
@@ -10,7 +16,11 @@ from pinfeed.feeders.base_feeder import T_co
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.store import Store
 from pinfeed.validation.safe_repr import safe_repr
+
+logger = logging.getLogger("pinfeed")
 
 
 class Batch(Generic[T_co]):
@@ -56,7 +66,8 @@ class Batch(Generic[T_co]):
 
         Later batches contain the new rows, even if they were prefetched before. All writes are in
         the stores when the loop has ended. In a worker process of a DataLoader, an array changes
-        in that process alone. Files and shared memory change for all processes.
+        in that process alone, and pinfeed warns once. Files and shared memory change for all
+        processes.
 
         Args:
             values: Tensors on the device in the structure of the source, each of shape
@@ -81,6 +92,43 @@ class Batch(Generic[T_co]):
         if isinstance(lent, WritableBatch):
             lent.require_writable()
         checked = self._stores.write_check.check(values, len(self.rows), self._device)
+        pairs = zip(self._stores.stores, checked, strict=True)
+        _warn_in_worker_process(store for store, value in pairs if value is not None)
         # Otherwise no store is writable, and so no value was given.
         if isinstance(lent, WritableBatch):
             lent.write([checked])
+
+
+def _warn_in_worker_process(stores: Iterable[Store]) -> None:
+    """Warn once if a worker process of a DataLoader writes to its own copy of an array.
+
+    Called by the worker process.
+    """
+    # A worker process has imported torch.utils.data already.
+    data = sys.modules.get("torch.utils.data")
+    if data is None or data.get_worker_info() is None:
+        return
+    if any(isinstance(store, ArrayStore) and _is_private(store.array) for store in stores):
+        _warn_of_private_copy()
+
+
+@functools.cache
+def _warn_of_private_copy() -> None:
+    logger.warning(
+        "write_back in a worker process of a DataLoader changes that process's copy of an array, "
+        "and the array of the main process stays unchanged; loop over the feeder in the main "
+        "process, or give a file (NpyStore(path, mode='r+')) or a tensor after share_memory_()"
+    )
+
+
+def _is_private(array: Any) -> bool:
+    """Return whether an array is memory of one process, neither a mapped file nor shared memory."""
+    owner = array
+    while isinstance(getattr(owner, "base", None), np.ndarray) and not isinstance(owner, np.memmap):
+        owner = owner.base
+    if isinstance(owner, np.memmap):
+        return False
+    if owner.base is None:
+        return True
+    is_shared = getattr(owner.base, "is_shared", None)
+    return callable(is_shared) and not is_shared()

@@ -241,7 +241,7 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         """Return the plan, given the first sample."""
         planner = SamplePlanner(self._samples, self._device, self._schedule, transforms)
         plan = planner.plan(first, self._selection)
-        return self._selection.with_notes(plan, self._samples.n)
+        return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
 
     @safe_repr
     def __repr__(self) -> str:

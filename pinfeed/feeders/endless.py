@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base_feeder import T_co
+from pinfeed.feeders.base_feeder import T_co, no_items
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Endless(Generic[T_co]):
         >>> [int(next(batches)[0]) for _ in range(5)]
         [0, 1, 0, 1, 0]
     """
+
+    __getitems__ = no_items
 
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder

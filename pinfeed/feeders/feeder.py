@@ -236,6 +236,16 @@ class Feeder(ResumableFeeder[T_co]):
         size = f"{self._plan.batch_size:,} rows" if self._plan.batch_size else "any size"
         return f"<Feeder: {self._stores}; batches of {size} on {self.device}, {self._loop}>"
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("closing a feeder failed, in addition to the error that is raised")
+
     def __iter__(self) -> Iterator[T_co]:
         """Begin the next epoch.
 
@@ -332,7 +342,7 @@ class Feeder(ResumableFeeder[T_co]):
         )
         plan, self._reads = planner.plan(route)
         batches = selection.batches(tree.n_rows, plan)
-        self._plan = selection.with_notes(plan, tree.n_rows)
+        self._plan = selection.with_notes(plan, tree.n_rows, unified=on.unified)
         capacity = planner.capacity(plan.batch_size)
         if transforms.host is not None:
             gather = rows_on_host(capacity, schedule.n_slots + 1)

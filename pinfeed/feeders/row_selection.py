@@ -67,6 +67,7 @@ class RowSelection:
             size, size_name = config.preferred_batch_size, "preferred_batch_size"
         self.drop_last = drop_last
         self.ranks = ranks
+        self._given_config = config
         self.all_rows = rows
         self.order: Order | Iterable[Any] = rows
         self.batch_size = batch_size
@@ -112,20 +113,39 @@ class RowSelection:
             return batches
         return dataclasses.replace(self.rank_batches, n_rows=n_rows)
 
-    def with_notes(self, plan: Plan, n_rows: int) -> Plan:
-        """Return a plan with a note on the rank.
+    def with_notes(self, plan: Plan, n_rows: int, *, unified: bool) -> Plan:
+        """Return a plan with notes on the rank, and on settings of ``config`` without effect.
 
         Args:
             plan: Plan of the batches of this process.
             n_rows: Number of rows of the source.
+            unified: Whether the batches live in host memory.
 
         Raises:
             BudgetError: If the batches of the plan are smaller than those of other ranks.
         """
-        if self.rank_batches is None:
-            return plan
-        note = _rank_note(self.rank_batches, plan, n_rows)
-        return dataclasses.replace(plan, notes=(note, *plan.notes))
+        notes = list(plan.notes)
+        if self.rank_batches is not None:
+            notes.insert(0, _rank_note(self.rank_batches, plan, n_rows))
+        if unified and (setting := self._gpu_setting()):
+            note = (
+                f"{setting} of config has no effect on the feeder, because its batches are on the "
+                "CPU; for batches on a GPU, give device='cuda' to the feeder"
+            )
+            logger.warning("%s", note)
+            notes.append(note)
+        return dataclasses.replace(plan, notes=tuple(notes))
+
+    def _gpu_setting(self) -> str:
+        """Return the setting of ``config`` that only batches on a GPU need; empty without one."""
+        config = self._given_config
+        # The limits of the command line have no device. The command prints a remark of its own.
+        device = getattr(config, "device", None)
+        if config is None or device is None:
+            return ""
+        if config.gpu_memory_limit is not None:
+            return "gpu_memory_limit"
+        return f"device={str(device)!r}" if str(device).startswith("cuda") else ""
 
 
 def _check_batch_size(batch_size: int | None, config: Any, rows: Any) -> None:

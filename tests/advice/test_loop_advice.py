@@ -449,6 +449,16 @@ def state_of_the_loader_itself(path: Path) -> Iterator[Any]:
     yield equal(rest(lambda loader, feeder: feeder.state_dict()), whole[2:])
 
 
+@advised(r"if you need a DataLoader, give it pinfeed.RowDataset\(source\)")
+def feeder_in_a_loader(path: Path) -> Iterator[Any]:
+    def batches(dataset: Any) -> Any:
+        return joined(DataLoader(dataset, batch_size=3))
+
+    yield lambda: batches(Feeder(X, batch_size=3, device="cpu"))
+    yield equal(batches(pinfeed.RowDataset(X)), X)
+    yield equal(read(X, batch_size=3), X)
+
+
 @advised("cannot be pickled or copied.*make the feeder in the process that uses it .its state_dict")
 def pickled_feeder(path: Path) -> Iterator[Any]:
     def feeder() -> Feeder:

@@ -1,5 +1,6 @@
 """Bad values for ``write_back``: they are refused before any row is changed."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,12 +266,14 @@ def test_write_back_of_a_dict_in_another_order(x: np.ndarray) -> None:
 
 
 class _Writing(IterableDataset[Any]):
-    """Dataset that adds 1 to all rows of a source."""
+    """Dataset that adds 1 to all rows of a source, and logs to a file."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, log: Path, source: Any) -> None:
+        self._log = log
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
+        logging.getLogger("pinfeed").addHandler(logging.FileHandler(self._log))
         with Feeder(self._source, batch_size=2, device="cpu") as feeder:
             for batch in feeder.batches():
                 batch.write_back(batch.data + 1)
@@ -281,20 +284,29 @@ class _Writing(IterableDataset[Any]):
     ("kind", "is_changed"),
     [("array", False), ("tensor", False), ("shared", True), ("memmap", True)],
 )
-def test_write_back_in_a_worker_process(kind: str, is_changed: bool, tmp_path: Path) -> None:
+def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(
+    kind: str, is_changed: bool, tmp_path: Path
+) -> None:
     source: Any = np.zeros((4, 2)) if kind == "array" else torch.zeros(4, 2)
     if kind == "shared":
         source.share_memory_()
     elif kind == "memmap":
         source = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", shape=(4, 2))
     loader = DataLoader(
-        _Writing(source),
+        _Writing(tmp_path / "log", source),
         batch_size=None,
         num_workers=1,
         multiprocessing_context="fork",
     )
     assert list(loader) == [2, 2]
     assert bool((source == 1).all()) == is_changed
+    said = (tmp_path / "log").read_text().splitlines()
+    assert len(said) == (not is_changed)
+    assert all(
+        "changes that process's copy of an array, and the array of the main process stays unchanged"
+        in line
+        for line in said
+    )
 
 
 class Drawing(NamedTuple):

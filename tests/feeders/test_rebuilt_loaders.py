@@ -30,11 +30,11 @@ def rows() -> Any:
 FEEDERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "wrap_loader": (lambda: wrap_loader(loader(), device="cpu"), errors.ArgumentError, "wrap the"),
     "read_rows": (rows, errors.ArgumentError, "wrap the result"),
-    "Feeder": (lambda: Feeder(X, batch_size=2, device="cpu"), AttributeError, "'dataset'"),
+    "Feeder": (lambda: Feeder(X, batch_size=2, device="cpu"), AttributeError, "load_state_dict"),
     "wrap_dataset": (
         lambda: wrap_dataset(TensorDataset(X), batch_size=2, device="cpu"),
         AttributeError,
-        "'dataset'",
+        "load_state_dict",
     ),
 }
 

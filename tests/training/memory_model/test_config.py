@@ -15,6 +15,7 @@ from torch import nn
 
 import pinfeed
 from pinfeed import Config, GiB, KiB, MiB, errors
+from pinfeed.testing.sim import SimDevice
 from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.training_step import bytes_on_device
@@ -457,6 +458,27 @@ def test_an_existing_model_is_not_counted_twice() -> None:
         == bytes_on_device(mlp, torch.device("cpu"))
         == 0
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "note"),
+    [
+        (Config(gpu_memory_limit=MiB(1)), "cpu", "gpu_memory_limit of config has no effect"),
+        (Config(gpu_memory_limit=GiB(1), **MODEL), "cpu", "gpu_memory_limit of config has no"),
+        (Config(device="cuda"), "cpu", "device='cuda' of config has no effect"),
+        (Config(cpu_memory_limit=GiB(1)), "cpu", ""),
+        (Config(device="cpu"), "cpu", ""),
+        (Config(gpu_memory_limit=MiB(1)), SimDevice(), ""),
+    ],
+    ids=["limit", "limit and model", "device", "no GPU limit", "CPU", "batches on a device"],
+)
+def test_a_plan_on_the_cpu_says_that_gpu_limits_have_no_effect(
+    config: Config, device: Any, note: str
+) -> None:
+    with pinfeed.Feeder(np.zeros((100, 64), "float32"), config=config, device=device) as feeder:
+        found = [line for line in feeder.plan.notes if "has no effect on the feeder" in line]
+    assert len(found) == bool(note)
+    assert all(line.startswith(note) for line in found)
 
 
 def lazy_model() -> nn.Module:
