@@ -68,7 +68,7 @@ class SampleLayout:
         self._is_flat = self._type in (tuple, list) and self._names == [
             f"[{i}]" for i in range(len(sample))
         ]
-        self.columns = [_column(default_collate([leaf])) for _, leaf in leaves]
+        self.columns = [_column(leaf) for _, leaf in leaves]
         self.stacks = any(column is not None for column in self.columns) and all(
             column is not None or kind in (str, bytes)
             for column, kind in zip(self.columns, self._types, strict=True)
@@ -170,8 +170,11 @@ class SampleLayout:
         return self._rebuild(iter(leaves))
 
 
-def _column(collated: Any) -> Column | None:
-    """Return the column of a leaf that ``default_collate`` has stacked; None for others."""
+def _column(leaf: Any) -> Column | None:
+    """Return the column of a leaf that ``default_collate`` stacks; None for others."""
+    is_dense = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested
+    # A stack of one tensor is like a view of it, which copies nothing.
+    collated = leaf[None] if is_dense else default_collate([leaf])
     if type(collated) is not torch.Tensor or collated.layout is not torch.strided:
         return None
     if not collated.is_cpu or collated.requires_grad or collated.dtype not in NUMPY:

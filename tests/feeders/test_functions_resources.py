@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.reader_functions import DEPTHS, DEPTHS_AND_READERS, DEVICES, stack, wrapped
 from support.schedules import SLOTS, STREAMS
 
-from pinfeed import errors
+from pinfeed import errors, wrap_readers
 from pinfeed.testing import SimDevice, favour
 
 
@@ -325,3 +326,26 @@ def test_a_loop_that_is_collected_in_its_own_reader(n_readers: int) -> None:
             assert not left[0].is_alive(), "a thread waits for itself"
     finally:
         gc.enable()
+
+
+def test_samples_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample of a batch gives its shape, so it is copied before the batch has memory."""
+    copies: list[Any] = []
+    copy = torch.Tensor.copy_
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copies.append(tensor.shape)
+        return copy(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counting)
+    feeder = wrap_readers(
+        range(8),
+        range(8),
+        read_input=lambda i: [np.full((1, 1 << 17), i, np.uint8)],
+        get_output=lambda i: [i],
+        batch_size=4,
+        depth=0,
+        device="cpu",
+    )
+    assert [x[:, 0, 0].tolist() for x, _ in feeder] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(copies) == 2, "one copy of a tensor per batch"

@@ -158,9 +158,13 @@ class SampleBatch:
                     # Either no position is left, or the loop has ended.
                     break
                 try:
-                    is_kept = self._put(position, guarded(make, position))
+                    is_kept = self._put(position, guarded(self._make, make, position))
                 except BaseException as error:
                     self._fail(position, error)
+
+    def _make(self, make: Callable[[int], Any], position: int) -> Any:
+        """Return the sample at a position."""
+        return make(position)
 
     def _put(self, position: int, sample: Any) -> bool:
         """Write a sample to its place, or keep it until its place is known.

@@ -108,29 +108,39 @@ class SampleReader:
                 # is freed.
                 samples.close()
 
-    def read(self, identity: int) -> Any:
+    def read(self, identity: int, out: Array | None = None) -> Any:
         """Return the samples of an input: a list for ``apply``, or else a tensor.
 
         Each sample is copied into the tensor, of shape (n_samples, ...), before the function makes
         the next one.
+
+        Args:
+            identity: Index of the input.
+            out: Memory to read the samples into, instead of a new tensor, which is then None.
         """
+        samples = self.samples(identity)
+        if self.apply is not None:
+            return list(samples)
+        place = out
+        n = 0
+        try:
+            for sample in samples:
+                array = self.array(sample, identity)
+                if place is None:
+                    place = np.empty((self.n_samples, *array.shape), self.dtype_of(array, identity))
+                if array.shape != place.shape[1:] or array.dtype != place.dtype:
+                    self.require_like(array, place.shape[1:], place.dtype, identity)
+                self.ask(identity, np.copyto, place[n : n + 1], array, "unsafe")
+                n += 1
+                # The sample must not be held while the function makes the next one.
+                del array, sample
+        finally:
+            samples.close()
+        if out is not None:
+            return None
         from pinfeed.tensors.numpy_torch import to_torch
 
-        with contextlib.closing(self.samples(identity)) as samples:
-            if self.apply is not None:
-                return list(samples)
-            out: Any = None
-            for n in range(self.n_samples):
-                array = self.array(next(samples), identity)
-                if out is None:
-                    out = np.empty((self.n_samples, *array.shape), self.dtype_of(array, identity))
-                self.require_like(array, out.shape[1:], out.dtype, identity)
-                self.ask(identity, np.copyto, out[n : n + 1], array, "unsafe")
-                # The sample must not be held while the function makes the next one.
-                del array
-            # The generator checks that there are no more.
-            next(samples, None)
-        return to_torch(out)
+        return to_torch(place)
 
     def require_like(
         self, sample: Any, shape: tuple[int, ...], dtype: np.dtype[Any], identity: int
@@ -252,16 +262,13 @@ class _ReadBatch(SampleBatch):
     """
 
     def __init__(self, readers: Sequence[SampleReader], identities: list[int]) -> None:
-        def read(position: int) -> tuple[Any, ...]:
-            return tuple(reader.read(identities[position]) for reader in readers)
-
         def joined(samples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
             columns = zip(readers, zip(*samples, strict=True), strict=True)
             return tuple(reader.batch(identities, column) for reader, column in columns)
 
         has_apply = any(reader.apply is not None for reader in readers)
         super().__init__(
-            lambda: contextlib.nullcontext(read),
+            lambda: contextlib.nullcontext(identities.__getitem__),
             len(identities),
             joined if has_apply else None,
             None,
@@ -281,7 +288,18 @@ class _ReadBatch(SampleBatch):
     def _shape(self, column: Any) -> tuple[int, ...]:
         return (self._n * column.shape[0], *column.shape[1:])
 
+    def _make(self, make: Callable[[int], Any], position: int) -> tuple[Any, ...] | None:
+        identity = make(position)
+        if self._places is None:
+            return tuple(reader.read(identity) for reader in self._readers)
+        for reader, place in zip(self._readers, self._places, strict=True):
+            reader.read(identity, place[position])
+        return None
+
     def _write(self, position: int, sample: Any) -> None:
+        if sample is None:
+            # It was read into its place.
+            return
         from pinfeed.tensors.numpy_torch import memory_of
 
         identity = self._identities[position]
