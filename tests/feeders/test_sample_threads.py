@@ -43,26 +43,28 @@ def test_n_samples_run_at_the_same_time_and_never_more(size: int) -> None:
 def test_samples_begin_in_order_and_end_in_any_order() -> None:
     begun: list[int] = []
     ended: list[int] = []
-    second = threading.Event()
+    last = threading.Event()
     is_trial = True
 
     def sample(i: int) -> int:
         if is_trial:
             return i
         begun.append(i)
-        if i == 1:
-            assert second.wait(30)
+        # Each thread may keep a sample before the memory of the batch is known.
+        if i == 2:
+            assert last.wait(30)
         ended.append(i)
         if i == 4:
-            second.set()
+            last.set()
         return i
 
     feeder = wrap_dataset(range(5), sample, batch_size=5, threads=2, device="cpu", continuous=False)
     is_trial = False
     assert next(iter(feeder)).tolist() == [0, 1, 2, 3, 4]
     # The other thread has taken the later samples in order.
-    assert [i for i in begun if i > 1][:3] == [2, 3, 4]
-    assert ended[:5] == [0, 2, 3, 4, 1]
+    assert [i for i in begun if i > 2] == [3, 4]
+    assert sorted(ended[:2]) == [0, 1]
+    assert ended[2:] == [3, 4, 2]
 
 
 class Value(torch.Tensor):
@@ -132,7 +134,7 @@ def test_samples_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "stack", counting)
     list(wrap_dataset(range(8), lambda i: torch.full((2,), i), batch_size=4, device="cpu"))
-    assert set(stacked) == {1}
+    assert set(stacked) <= {1}
 
 
 def test_at_most_depth_and_one_batches_are_begun() -> None:
