@@ -140,6 +140,7 @@ class SampleReader:
             return None
         from pinfeed.tensors.numpy_torch import to_torch
 
+        assert place is not None
         return to_torch(place)
 
     def require_like(
