@@ -139,6 +139,7 @@ def test_files_are_never_overwritten(tmp_path: Path) -> None:
     assert first.read_text() == "kept"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parts")
 def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
@@ -256,6 +257,7 @@ def test_warnings_do_not_fail_the_tests_of_a_gpu(tmp_path: Path) -> None:
     assert "1 warning" in found["output"][-1]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("batch_copies", [False, True])
 def test_only_one_part_tries_copies_in_batches(
     batch_copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

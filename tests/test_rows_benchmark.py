@@ -19,6 +19,7 @@ def test_other_losses_are_found() -> None:
 
 
 # FBGEMM, if installed, warns about missing parts of its own.
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore:(?s).*Failed to import:DeprecationWarning")
 @pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
 def test_a_cell_is_measured(optimizer: str) -> None:

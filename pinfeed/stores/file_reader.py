@@ -25,6 +25,11 @@ Bytes = npt.NDArray[np.uint8]
 # Reads that wait for the disk at the same time. On a virtual disk and on NVMe, more were no faster
 # and fewer did not saturate the disk.
 _MAX_THREADS = 16
+_SPAN_BYTES = 256 << 10
+"""Bytes of a file that are read at once for rows that overlap, without the end of the last row."""
+
+# Fewest consecutive rows that are read together if they overlap or have short gaps.
+_SPAN_ROWS = 16
 # Fewest rows for which it is worth starting a thread.
 _ROWS_PER_THREAD = 4
 
@@ -90,12 +95,35 @@ class FileReader:
             ReadError: If the file has shrunk or cannot be read.
         """
         runs = runs.merged()
-        if self._layout.gap:
+        gap = self._layout.gap
+        if gap:
+            if gap <= mmap.PAGESIZE:
+                runs = self._read_long_runs(runs, out)
+                if not len(runs.lengths):
+                    return
             runs = Runs.of_rows(runs.rows(), runs.positions())
         if len(runs.lengths) == 1:
             self._read_one(runs, 0, out)
         else:
             self._read_each(runs, out)
+
+    def _read_long_runs(self, runs: Runs, out: Bytes) -> Runs:
+        """Read long runs of rows that overlap or have short gaps; return the other runs."""
+        is_long = runs.lengths >= _SPAN_ROWS
+        for first, n_rows, place in zip(*runs.take(np.flatnonzero(is_long)), strict=True):
+            self._read_spans(int(first), out[place : place + n_rows])
+        return runs.take(np.flatnonzero(~is_long))
+
+    def _read_spans(self, first: int, out: Bytes) -> None:
+        """Read consecutive rows that overlap or have short gaps; most bytes are read once."""
+        layout = self._layout
+        step = max(1, _SPAN_BYTES // layout.stride)
+        for i in range(0, len(out), step):
+            n = min(step, len(out) - i)
+            span = np.empty(layout.span(n), np.uint8)
+            self._read_bytes(layout.begin(first + i), span)
+            strides = (layout.stride, 1)
+            out[i : i + n] = np.ndarray((n, layout.row_nbytes), np.uint8, span, 0, strides)
 
     def _read_bytes(self, begin: int, out: Bytes) -> None:
         """Read the bytes from ``begin`` on into ``out``, which has one axis."""

@@ -383,19 +383,6 @@ def model_without_a_shape(path: Path) -> Iterator[Any]:
     yield Config(model=nn.Linear(3, 2), input_shape=(3,), **limits).batch_size > 1
 
 
-@advised("both model and model_class were given; give one of them")
-def two_models(path: Path) -> Iterator[Any]:
-    options: Any = {"input_shape": (3,), "device": "cpu", "cpu_memory_limit": pinfeed.MiB(64)}
-
-    def model() -> nn.Module:
-        return nn.Linear(3, 2)
-
-    yield lambda: Config(model=model(), model_class=model, **options)
-    yield Config(model=model(), **options).batch_size == (
-        Config(model_class=model, **options).batch_size
-    )
-
-
 @advised("batch_count is unknown without total_sample_count; give total_sample_count=")
 def batches_of_unknown_samples(path: Path) -> Iterator[Any]:
     options: Any = {"model": nn.Linear(3, 2), "input_shape": (3,), "device": "cpu"}

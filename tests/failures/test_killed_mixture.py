@@ -37,6 +37,7 @@ def tokens_of(folder: Path, job: str) -> dict[int, Tokens]:
     return found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("seed", "world_sizes"), [(0, (1, 1)), (1, (2, 4, 1))], ids=str)
 def test_killed_runs_have_the_tokens_of_one_run(
     programs: Programs, tmp_path: Path, seed: int, world_sizes: tuple[int, ...]

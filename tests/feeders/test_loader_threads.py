@@ -59,6 +59,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("name", LOADERS)

@@ -217,6 +217,7 @@ def test_the_plan_counts_dense_rows(layout: Any) -> None:
         assert "results of device_transform" not in found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("limit", [None, 5, 64])

@@ -75,6 +75,7 @@ def run(program: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("handler", "depth"), [("none", 0), ("before", 2), ("after", 2)])
 def test_a_file_that_shrinks_in_a_loop_is_an_error(path: Path, handler: str, depth: int) -> None:
     done = run(SHRINK, handler, path, depth)
@@ -84,6 +85,7 @@ def test_a_file_that_shrinks_in_a_loop_is_an_error(path: Path, handler: str, dep
     assert "Fatal Python error" not in done.stderr
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("handler", "how"),
     [

@@ -162,6 +162,7 @@ def test_a_rank_that_fails_leaves_no_rank_waiting(
     assert json.loads((folder / f"{world}.json").read_text()) == [CRASH] * world
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun_resume_the_example_of_one(
     folder: Path, programs: Programs
 ) -> None:

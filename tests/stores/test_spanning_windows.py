@@ -130,6 +130,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 @pytest.mark.parametrize("memory_map", [True, False])
 @pytest.mark.parametrize("order", ORDERS, ids=str)

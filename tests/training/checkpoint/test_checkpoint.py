@@ -24,6 +24,7 @@ def assert_equal(one: Training, other: Training) -> None:
         assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("depth", "generator"), [(0, False), (1, True), (3, False), (3, True)])
 def test_a_resumed_run_equals_one_that_was_not_interrupted(
     tmp_path: pathlib.Path, depth: int, generator: bool

@@ -322,6 +322,7 @@ def test_tables_of_different_dtypes_in_one_exchange() -> None:
     assert ranks.run(program) == [[True, True]] * 3
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "made",
     [SGD, ADAM, ADAGRAD, torch.optim.SparseAdam, RowWiseAdagrad],

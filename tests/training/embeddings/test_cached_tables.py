@@ -54,6 +54,7 @@ def some_run(rng: random.Random) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(optimizer: str) -> None:
     rng = random.Random(optimizer)
@@ -68,6 +69,7 @@ def test_every_optimizer(optimizer: str) -> None:
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_runs(seed: int) -> None:
     rng = random.Random(seed)
@@ -276,6 +278,7 @@ def test_a_cache_without_memory_is_refused_with_what_to_lower() -> None:
         assert len(list(loop)) == len(IDS)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
 def test_a_loop_that_changes_its_stream_once(optimizer: str) -> None:
     """The values of a batch are lent in one stream, and put into the cache in another one."""

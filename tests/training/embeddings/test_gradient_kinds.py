@@ -129,6 +129,7 @@ def step(optimizer: Any, module: nn.Module, ids: torch.Tensor) -> float:
     return loss.item()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("gradients", ["dense", "sparse"])
 @pytest.mark.parametrize("kind", [HostEmbedding, HostEmbeddingBag])
 def test_rows_equal_those_of_the_embedding(kind: Any, gradients: Any) -> None:

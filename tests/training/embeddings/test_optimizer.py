@@ -297,6 +297,7 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("device_cache", [None, 0.5])
 @pytest.mark.parametrize(
     ("kind", "options"),

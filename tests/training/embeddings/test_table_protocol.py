@@ -67,7 +67,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(n_threads)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("depth", "does"), [(0, MIXED), (1, PLAIN), (1, MIXED), (2, MIXED), (4, MIXED)]
 )
@@ -140,7 +140,7 @@ def test_corner_schedules(corner: str) -> None:
     )
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("optimizer", DENSE)
 def test_every_optimizer_as_late_as_can_be(optimizer: str) -> None:
     for i, choose in enumerate((lazy, favour("read", "pinfeed-read"))):

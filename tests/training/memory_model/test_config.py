@@ -71,6 +71,7 @@ def test_a_model_that_refuses_a_batch_of_one() -> None:
         Config(gpu_memory_limit=GiB(1), preferred_batch_size=1, **arguments)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("gpu", "one_read_count"), [(MiB(24), 7), (MiB(64), 1)])
 def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -> None:
     config = Config(

@@ -97,6 +97,7 @@ class ChannelsLast(nn.Module):
         return x.to(memory_format=torch.channels_last)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_take_the_predicted_workspace(layer: str) -> None:
     found, confidence = ratio(*LAYERS[layer], of_few)
@@ -115,6 +116,7 @@ def test_a_strided_transposed_convolution_makes_three_results(kernel: int) -> No
     assert 0.95 <= found <= 1.05
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "loss",
     [

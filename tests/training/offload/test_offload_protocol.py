@@ -186,6 +186,7 @@ def check(device: SimTorchDevice, options: dict[str, Any], *args: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("number", "options"), list(enumerate(OPTIONS)), ids=str)
 def test_every_action_of_a_loop(number: int, options: dict[str, Any]) -> None:
     """Each schedule meets every window and every limit, with one stream and with two."""
@@ -199,6 +200,7 @@ def test_every_action_of_a_loop(number: int, options: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("i", [1, 2])
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2]], ids=str)
 def test_a_loop_that_changes_its_stream_once(options: dict[str, Any], i: int) -> None:
@@ -458,6 +460,7 @@ def worst() -> Iterator[Any]:
     yield from (favour("other"), favour("other", "compute"))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_every_scene(scene: Any) -> None:
     for choose in worst():

@@ -59,12 +59,14 @@ def looked_up(table: HostEmbedding, loop: Any) -> list[torch.Tensor]:
     return [table(ids).clone() for ids in loop]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("caches", [(None, None), (0.3, 1.0)], ids=["no caches", "caches"])
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_evaluations_are_those_of_the_synchronous_loop(depth: int, caches: Any) -> None:
     check("cpu", depth, "Adam", does=EVALUATING, caches=caches, verify=depth == 1)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_evaluations_on_the_simulated_device(seed: int) -> None:
     rng = random.Random(seed)
