@@ -22,6 +22,7 @@ FEEDER_HINTS = {
     _LIMITS: _LIMITS_TOGETHER,
     "generator": "give shuffle=True and seed=generator.initial_seed(), for another shuffled order",
     "in_order": "batches are always in order; leave it out",
+    "storage_options": "give a store as the source: pinfeed.RemoteStore(url, storage_options=...)",
     "collate_fn transform": "give device_transform=, or host_transform= for work on the CPU; each "
     "takes a batch and returns one",
 }

@@ -99,6 +99,7 @@ def test_a_good_driver_is_tried_once(
 HANGS = "for (;;) pause()"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("fault", "failure"),
     [

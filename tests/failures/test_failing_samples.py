@@ -55,6 +55,7 @@ def cases(n: int) -> list[Any]:
     return [pytest.param(i, id=str(i), marks=pytest.mark.slow if i >= 40 else ()) for i in range(n)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("case", cases(1000))
 def test_errors_do_not_depend_on_threads(case: int, caplog: Any) -> None:
     """The error is that of the first sample, and the skipped samples are always the same ones."""

@@ -113,6 +113,7 @@ CASES: list[tuple[Callable[[int], Any], int]] = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("make", "n_workers"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )

@@ -34,6 +34,7 @@ def memory_rows(array: npt.NDArray[Any]) -> MemoryRows:
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("row_nbytes", ROW_NBYTES)
 @pytest.mark.parametrize("stride", [0, 1, 64])
 @settings(deadline=None, max_examples=20)

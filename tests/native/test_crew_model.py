@@ -337,6 +337,7 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("pieces", "n_workers", "ring_at"),
     [

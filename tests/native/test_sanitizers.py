@@ -10,6 +10,7 @@ FOLDER = Path(__file__).parent
 SOURCES = sorted((FOLDER.parent.parent / "pinfeed" / "native").glob("*.c"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_crews_under_stress(sanitizer: str, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
         yield lambda **given: store.windows(axis=1, **given)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
 def test_a_feeder_gives_the_windows(is_large: bool, opened: Any, order: Any) -> None:
     expected = plain(ARRAY, 1, length=4, step=2, stride=2)

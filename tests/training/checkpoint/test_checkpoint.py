@@ -46,6 +46,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
         assert_equal(resumed, whole)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("n", "drop_last"),
     [(3 * SIZE, False), (3 * SIZE, True), (3 * SIZE + 2, True), (2 * SIZE + 1, False)],

@@ -96,6 +96,7 @@ def test_process_groups_have_the_timeout_of_the_users_group(
     assert timeouts == [100, 100, 7, 7, 1800, 1800]
 
 
+@pytest.mark.slow
 def test_ranks_as_processes(tmp_path: Path, programs: Programs) -> None:
     """Ranks work as processes: 2 and 4 over gloo, the example, and a pair in which one rank hangs.
 

@@ -116,6 +116,7 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
         train_rows([], {table: itself}, optimizer=SGD([nn.Parameter(torch.zeros(1))]))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_optimizer_equals_the_dense_one_on_whole_batches(name: str) -> None:
     options = dict(OPTIONS[name])
@@ -130,6 +131,7 @@ def test_rows_that_are_absent_rest_as_with_a_gradient_of_zero(kind: Any, dim: in
     same_as_dense(kind, batches(12), dim=dim, lr=0.3)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name", ["Adam", "amsgrad", "fused", "nesterov", "centered", "NAdam", "Rprop", "SparseAdam"]
 )

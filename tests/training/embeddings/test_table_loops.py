@@ -82,6 +82,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("depth", "cache"), [(0, None), (3, None), (0, 0.2), (3, 0.5)])
 def test_options_are_those_of_nn_embedding(

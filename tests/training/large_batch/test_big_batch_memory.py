@@ -49,6 +49,7 @@ class Small(nn.Module):
         return self.last(y)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["auto", "accumulate", "two_pass"])
 @pytest.mark.parametrize(("chunk_size", "most"), [(8, 3), (23, 1), (100, 5), (8, 8)])
