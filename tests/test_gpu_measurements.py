@@ -170,7 +170,7 @@ def test_the_work_of_each_thread_is_counted() -> None:
     assert found["batches"] == 100
     assert found["mean_us"] >= 100
     assert found["threads"]["reader"]["switches"] > 0
-    assert found["threads"]["MainThread"]["switches"] >= 1
+    assert found["threads"]["MainThread"]["switches"] > 0.5
     assert found["switches"] == pytest.approx(
         sum(one["switches"] for one in found["threads"].values()), abs=0.01
     )
