@@ -52,7 +52,7 @@ def run(
     """Run a way until its step was called for a number of batches.
 
     Returns:
-        What the step returned for each batch, and the times at which the loop received them.
+        Results of the step for each batch, and the times at which the loop received them.
 
     Raises:
         AssertionError: If the program has fewer batches.

@@ -39,7 +39,8 @@ logger = logging.getLogger("pinfeed")
 # Large enough for sequential disk reads, and small enough that the end of a loop does not wait long
 # for the current chunk.
 CHUNK_BYTES = 8 << 20
-# A batch waits for the rest of the file if it is no longer, which takes most disks under a second.
+# A batch waits for its rows to be loaded if the rest of the file has at most this many bytes,
+# instead of reading them from the disk twice. At 1 GB/s, it waits half a second.
 _REST_BYTES = 512 << 20
 
 

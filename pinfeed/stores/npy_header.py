@@ -26,10 +26,10 @@ from pinfeed.validation.suggestions import of_file, of_folder
 MAGIC = b"\x93NUMPY"
 """First bytes of every .npy file."""
 
-# Limit of numpy.
 # CPython counts the depth of the literals that it parses for all threads together. If two threads
 # parse at the same time, as when shards are opened, one of them may fail with a SystemError.
 _MAX_TRIES = 10
+# Limit of numpy.
 _MAX_AXES = 64
 # Advice for items of which the header knows only the number of bytes.
 _ADVICE_BY_SIZE = {

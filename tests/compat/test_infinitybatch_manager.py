@@ -1,4 +1,4 @@
-"""What the authors of infinitybatch planned: evaluation, callbacks, history, missing calls."""
+"""Plans of the authors of infinitybatch: evaluation, callbacks, history, missing calls."""
 
 import copy
 import csv

@@ -1,4 +1,4 @@
-"""What files state about their numbers is applied or refused, never dropped."""
+"""Statements of files about their numbers are applied or refused, never dropped."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -21,7 +21,7 @@ X = np.random.default_rng(0).normal(size=(500, 3, 8)).astype(np.float32)
 
 
 class Result(NamedTuple):
-    """What a command printed, and its exit status."""
+    """Output of a command, and its exit status."""
 
     exit_code: int
     stdout: str
