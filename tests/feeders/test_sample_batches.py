@@ -105,8 +105,15 @@ def test_a_data_set_makes_each_batch_in_one_call(threads: int, depth: int) -> No
     loops = []
     for _ in range(2):
         dataset = Together(7)
+        # A continuous loop would also make batches of the next epoch.
         with wrap_dataset(
-            dataset, batch_size=3, threads=threads, depth=depth, seed=5, device="cpu"
+            dataset,
+            batch_size=3,
+            threads=threads,
+            depth=depth,
+            seed=5,
+            device="cpu",
+            continuous=False,
         ) as feeder:
             loops.append(list(feeder))
         # The first call checks the first sample.
