@@ -6,6 +6,7 @@ Work is done when it is queued, and rows are gathered straight into the batch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,7 @@ class HostEvent:
 class HostStream:
     """Stream that does all work at once, in the thread that queues it."""
 
+    handle = 0
     _event = HostEvent()
 
     def record(self, *, timed: bool = False) -> HostEvent:
@@ -74,6 +76,7 @@ class HostDevice:
 
     name = "cpu"
     unified = True
+    engine_driver = None
     _stream = HostStream()
     wrap = staticmethod(to_torch)
     """Returns a tensor on the memory of an array."""
@@ -108,6 +111,13 @@ class HostDevice:
         # autograd in another batch. numpy creates it, because numpy keeps the interpreter's lock
         # for such a short call, while torch releases the lock and waits to get it back.
         return to_torch(memory_of(tensor)[start:stop])
+
+    def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        ends = list(itertools.accumulate(sizes))
+        return [self.cut(tensor, end - n, end) for n, end in zip(sizes, ends, strict=True)]
+
+    def address(self, buffer: Bytes) -> int:
+        return buffer.ctypes.data
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._pool.take(nbytes)

@@ -16,7 +16,14 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.devices.cuda_direct_access import DirectAccess
-from pinfeed.devices.cuda_streams import CudaClock, CudaStream, queued_in, take_mark
+from pinfeed.devices.cuda_driver import cuda_driver
+from pinfeed.devices.cuda_streams import (
+    CudaClock,
+    CudaStream,
+    current_handle,
+    queued_in,
+    take_mark,
+)
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
@@ -77,6 +84,9 @@ class CudaDevice(DirectAccess):
         self.name = f"cuda:{index}"
         self._staging = BufferPool(n_spare, functools.partial(staging_memory, self._device))
         self._side: torch.cuda.Stream | None = None
+        # Streams of the program by their handles.
+        self._streams: dict[int, CudaStream] = {}
+        self.engine_driver = cuda_driver(self._device)
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         why = super().choose_route(stores, n_rows, wanted)
@@ -97,7 +107,12 @@ class CudaDevice(DirectAccess):
         return CudaStream(stream, self)
 
     def current_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self._device), self)
+        handle = current_handle(self._index)
+        found = self._streams.get(handle)
+        if found is None:
+            found = CudaStream(torch.cuda.current_stream(self._device), self)
+            self._streams[handle] = found
+        return found
 
     @contextlib.contextmanager
     def in_stream(self, stream: CudaStream) -> Iterator[None]:
@@ -125,12 +140,24 @@ class CudaDevice(DirectAccess):
         # another batch.
         return tensor[start:stop].data
 
+    def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        # For the same reason as in ``cut``, these are no views for autograd.
+        return torch.unsafe_split_with_sizes(tensor, sizes)
+
+    def address(self, buffer: torch.Tensor) -> int:
+        return buffer.data_ptr()
+
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._staging.take(nbytes)
 
     def copy(
         self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: CudaStream
     ) -> None:
+        if self.engine_driver is not None:
+            source_at, nbytes, target_at = _addresses(src, dst)
+            if nbytes:
+                self.engine_driver.copy(target_at, source_at, nbytes, stream.handle)
+                return
         target, source = (
             x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src)
         )
@@ -197,6 +224,29 @@ class CudaDevice(DirectAccess):
     def close(self) -> None:
         self._staging.close()
         unlock_freed()
+
+
+def _addresses(src: torch.Tensor | Array, dst: torch.Tensor | Array) -> tuple[int, int, int]:
+    """Return the addresses of both sides of a copy, and its bytes between them.
+
+    Returns:
+        Address of ``src``, number of bytes, and address of ``dst``; 0 bytes if torch must copy,
+        because neither side is an array, or the memory of one side is not that of the other.
+    """
+    array, tensor = (src, dst) if isinstance(src, np.ndarray) else (dst, src)
+    if (
+        not isinstance(array, np.ndarray)
+        or not isinstance(tensor, torch.Tensor)
+        or TORCH.get(array.dtype) != tensor.dtype
+        or not array.flags.c_contiguous
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or array.nbytes != tensor.nbytes
+    ):
+        return 0, 0, 0
+    there, here = array.__array_interface__["data"][0], tensor.data_ptr()
+    return (there, array.nbytes, here) if array is src else (here, array.nbytes, there)
 
 
 def _is_plain(value: Any) -> bool:

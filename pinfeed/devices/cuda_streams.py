@@ -1,4 +1,4 @@
-"""CudaStream, CudaEvent and CudaClock: streams, events and times of torch for pinfeed."""
+"""CudaStream, TorchEvent and CudaClock: streams, events and times of torch for pinfeed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from pinfeed.devices.cuda_driver import CudaDriver, CudaEvent
 
 # torch gives the time between two events as a 32-bit float in milliseconds, which resolves a
 # microsecond at 10 seconds.
@@ -100,18 +102,26 @@ def take_mark(stream: torch.cuda.Stream) -> Mark | None:
     return event, now_s
 
 
+def current_handle(index: int) -> int:
+    """Return the handle of the calling thread's current stream on a GPU.
+
+    torch's stream objects cost several microseconds each.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 def queued_in(raw: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
     """Return a context in which the calling thread queues its work in a stream.
 
     A stream that is current already is not entered, because torch's context sets the stream twice.
     Most calls of the training thread are for its current stream.
     """
-    is_current = torch.cuda.current_stream(raw.device) == raw
+    is_current = current_handle(raw.device.index) == raw.cuda_stream
     return contextlib.nullcontext() if is_current else torch.cuda.stream(raw)
 
 
-class CudaEvent:
-    """Event of torch that is recorded once.
+class TorchEvent:
+    """Event of torch that is recorded once: a timed one, or any without ``CudaDriver``.
 
     A thread that waits for it sleeps and does not spin, because a spinning reader thread would
     occupy a core that the training loop needs.
@@ -125,6 +135,7 @@ class CudaEvent:
         self.raw = torch.cuda.Event(enable_timing=clock is not None, blocking=True)
         self._clock = clock
         self.raw.record(stream)
+        self.handle: int = self.raw.cuda_event
 
     def sync(self) -> None:
         self.raw.synchronize()
@@ -138,10 +149,13 @@ class CudaEvent:
 
 
 class TimedDevice(Protocol):
-    """Device with a clock for its events."""
+    """Device with a driver, and with a clock for its events."""
 
     @property
     def clock(self) -> CudaClock: ...
+
+    @property
+    def engine_driver(self) -> CudaDriver | None: ...
 
 
 class CudaStream:
@@ -154,16 +168,23 @@ class CudaStream:
 
     def __init__(self, raw: torch.cuda.Stream, device: TimedDevice) -> None:
         self.raw = raw
+        self.handle: int = raw.cuda_stream
         self._device = device
+        self._driver = device.engine_driver
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CudaStream) and self.raw == other.raw
+        return isinstance(other, CudaStream) and self.handle == other.handle
 
     def __hash__(self) -> int:
-        return hash(self.raw)
+        return hash(self.handle)
 
-    def record(self, *, timed: bool = False) -> CudaEvent:
-        return CudaEvent(self.raw, self._device.clock if timed else None)
+    def record(self, *, timed: bool = False) -> CudaEvent | TorchEvent:
+        if self._driver is None or timed:
+            return TorchEvent(self.raw, self._device.clock if timed else None)
+        return self._driver.record(self.handle)
 
-    def wait(self, event: CudaEvent) -> None:
-        self.raw.wait_event(event.raw)
+    def wait(self, event: CudaEvent | TorchEvent) -> None:
+        if self._driver is not None:
+            self._driver.wait(self.handle, event.handle)
+        elif isinstance(event, TorchEvent):
+            self.raw.wait_event(event.raw)

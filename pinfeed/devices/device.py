@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.native.engine import Driver
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
@@ -69,6 +70,11 @@ class Event(Protocol):
 class Stream(Protocol):
     """Queue of work that the device does in order. Objects for the same stream are equal."""
 
+    @property
+    def handle(self) -> int:
+        """Handle of the stream, for the driver."""
+        ...
+
     def record(self, *, timed: bool = False) -> Event:
         """Return a new event after all work so far.
 
@@ -100,6 +106,11 @@ class Device(Protocol):
         to all memory. All work is done when it is queued, the device can read every store directly,
         and ``write`` and ``copy_rows`` accept arrays as well as tensors.
         """
+        ...
+
+    @property
+    def engine_driver(self) -> Driver | None:
+        """Driver by which an engine moves rows to this device; None if no engine can."""
         ...
 
     def stream(self, name: str) -> Stream:
@@ -140,6 +151,19 @@ class Device(Protocol):
 
     def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a tensor as a separate tensor on the same memory."""
+        ...
+
+    def split(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Return consecutive rows of a tensor as separate tensors on the same memory.
+
+        Args:
+            tensor: The tensor.
+            sizes: Number of rows of each result; all rows together.
+        """
+        ...
+
+    def address(self, buffer: Buffer) -> int:
+        """Return the address of a buffer, for the driver."""
         ...
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -56,9 +56,9 @@ PF_API int64_t pf_api_copy_runs(const int64_t *a)
                                                  pointer(a[2]), a[3], &target));
 }
 
-/* Arguments: places, ring_at, bypass, number of sources, and the sources. Returns the crew, or
+/* Arguments: places, ring_at, bypass, number of sources, and the sources. Returns the engine, or
  * 0. */
-PF_API int64_t pf_api_crew_open(const int64_t *a)
+PF_API int64_t pf_api_engine_open(const int64_t *a)
 {
     const int64_t n = a[3];
     struct pf_source *const sources = calloc((size_t)n, sizeof *sources);
@@ -69,45 +69,124 @@ PF_API int64_t pf_api_crew_open(const int64_t *a)
         sources[k] = source_of(description);
         description += 2 + sources[k].n_parts * N_PART;
     }
-    struct pf_crew *const crew =
-        pf_crew_open((int)n, sources, (uint32_t)a[0], (uint32_t)a[1], (int)a[2]);
+    struct pf_engine *const engine =
+        pf_engine_open((int)n, sources, (uint32_t)a[0], (uint32_t)a[1], (int)a[2]);
     free(sources);
-    return (intptr_t)crew;
+    return (intptr_t)engine;
 }
 
-/* Arguments: crew, number of threads. */
-PF_API int64_t pf_api_crew_start(const int64_t *a)
+/* Arguments: engine, driver, side stream, number of slots, and the staging memory of each. Returns
+ * 0 or an error of the driver. */
+PF_API int64_t pf_api_engine_use_driver(const int64_t *a)
 {
-    pf_crew_start(pointer(a[0]), (int)a[1]);
+    return pf_engine_use_driver(pointer(a[0]), pointer(a[1]), pointer(a[2]), (uint32_t)a[3],
+                                (char *const *)(a + 4));
+}
+
+/* Arguments: engine, number of threads. */
+PF_API int64_t pf_api_engine_start(const int64_t *a)
+{
+    pf_engine_start(pointer(a[0]), (int)a[1]);
     return 0;
 }
 
-/* Arguments: crew, row indices, first row, rows to copy, and the target of each source. */
-PF_API int64_t pf_api_crew_submit(const int64_t *a)
+/* Arguments: engine, row indices, first row, rows to gather, memory of the GPU, stream of the loop,
+ * and where the rows of each source go. */
+PF_API int64_t pf_api_engine_submit(const int64_t *a)
 {
-    return pf_crew_submit(pointer(a[0]), pointer(a[1]), a[2], a[3], (char *const *)(a + 4));
+    return pf_engine_submit(pointer(a[0]), pointer(a[1]), a[2], a[3], pointer(a[4]),
+                            pointer(a[5]), a + 6);
 }
 
-/* Arguments: crew, number of the job, where to write the two times. */
-PF_API int64_t pf_api_crew_wait(const int64_t *a)
+/* Arguments: engine, number of the job, stream of the loop, where to write the result. */
+PF_API int64_t pf_api_engine_wait(const int64_t *a)
 {
-    return pf_crew_wait(pointer(a[0]), (uint32_t)a[1], pointer(a[2]));
+    return pf_engine_wait(pointer(a[0]), (uint32_t)a[1], pointer(a[2]), pointer(a[3]));
 }
 
-/* Argument: crew. */
-PF_API int64_t pf_api_crew_stop(const int64_t *a)
+/* Arguments: engine, number of the job, another stream. */
+PF_API int64_t pf_api_engine_wait_again(const int64_t *a)
 {
-    pf_crew_stop(pointer(a[0]));
+    return pf_engine_wait_again(pointer(a[0]), (uint32_t)a[1], pointer(a[2]));
+}
+
+/* Arguments: engine, number of the job. Returns whether the job had a piece to gather. */
+PF_API int64_t pf_api_engine_help(const int64_t *a)
+{
+    return pf_engine_help(pointer(a[0]), (uint32_t)a[1]);
+}
+
+/* Argument: engine. */
+PF_API int64_t pf_api_engine_stop(const int64_t *a)
+{
+    pf_engine_stop(pointer(a[0]));
     return 0;
 }
 
-/* Arguments: crew, and whether this process has its threads, so that they must end first. */
-PF_API int64_t pf_api_crew_free(const int64_t *a)
+/* Arguments: engine, and whether this process has its threads, so that they must end first. */
+PF_API int64_t pf_api_engine_free(const int64_t *a)
 {
     if (a[1])
-        pf_crew_stop(pointer(a[0]));
-    pf_crew_free(pointer(a[0]));
+        pf_engine_stop(pointer(a[0]));
+    pf_engine_free(pointer(a[0]), !a[1]);
     return 0;
+}
+
+/* ---- calls of the driver ----------------------------------------------------------------------
+ *
+ * The first argument is the driver. They return 0 or an error, if nothing else is said. The context
+ * of the GPU is current during the call only, because the program may use another GPU. */
+#define WITH_CONTEXT(driver, call)                                                                 \
+    void *context;                                                                                 \
+    (driver)->push((driver)->context);                                                             \
+    const int error = call;                                                                        \
+    (driver)->pop(&context)
+
+/* Argument: driver. Returns a new event, or the negative error. */
+PF_API int64_t pf_api_event_create(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    void *event = NULL;
+    WITH_CONTEXT(driver, driver->create(&event, PF_EVENT_FLAGS));
+    return error ? -error : (intptr_t)event;
+}
+
+/* Arguments: driver, event, stream. */
+PF_API int64_t pf_api_event_record(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    WITH_CONTEXT(driver, driver->record(pointer(a[1]), pointer(a[2])));
+    return error;
+}
+
+/* Arguments: driver, stream, event. */
+PF_API int64_t pf_api_event_wait(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    WITH_CONTEXT(driver, driver->wait(pointer(a[1]), pointer(a[2]), 0));
+    return error;
+}
+
+/* Arguments: driver, event. Returns PF_NOT_READY if the event has not passed. */
+PF_API int64_t pf_api_event_query(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    return driver->query(pointer(a[1]));
+}
+
+/* Arguments: driver, event. */
+PF_API int64_t pf_api_event_sync(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    return driver->sync(pointer(a[1]));
+}
+
+/* Arguments: driver, where to, where from, number of bytes, stream. */
+PF_API int64_t pf_api_copy_queued(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    WITH_CONTEXT(driver, driver->copy(pointer(a[1]), pointer(a[2]), (size_t)a[3], pointer(a[4])));
+    return error;
 }
 
 /* Argument: 1 if a file was mapped, -1 if one was unmapped. */

@@ -2,7 +2,7 @@
  *
  * copy.c     copies rows from one place in memory to another
  * guard.c    survives pages that cannot be loaded while rows are copied
- * crew.c     threads that copy the rows of the next batches
+ * engine.c   threads that gather the rows of the next batches, and move them to a GPU
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
  * distinct.c distinct row indices
@@ -13,6 +13,7 @@
 #ifndef PINFEED_H
 #define PINFEED_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 /* Rows at equal distances in memory, or in a mapped file. */
@@ -70,45 +71,96 @@ void pf_guard_arm(void);
 /* Notes that files were mapped (1) or unmapped (-1). The handler stays while any file is mapped. */
 void pf_guard_count(int change);
 
-/* crew.c */
+/* engine.c */
 
-struct pf_crew;
+/* The calls of the CUDA driver that the engine makes. Python looks them up when the first loop on a
+ * GPU begins (pinfeed/native/driver.py), so nothing of CUDA is needed to compile this. Tests fill
+ * the table with the functions of a simulated driver. Streams and events are the driver's own
+ * handles. All functions return 0 or an error number. */
+struct pf_driver {
+    void *context;                                        /* of the GPU */
+    int (*push)(void *context);                           /* cuCtxPushCurrent */
+    int (*pop)(void **context);                           /* cuCtxPopCurrent */
+    int (*exchange_capture_mode)(int *mode);              /* cuThreadExchangeStreamCaptureMode */
+    int (*create)(void **event, unsigned flags);          /* cuEventCreate */
+    int (*destroy)(void *event);                          /* cuEventDestroy */
+    int (*record)(void *event, void *stream);             /* cuEventRecord */
+    int (*wait)(void *stream, void *event, unsigned flags); /* cuStreamWaitEvent */
+    int (*query)(void *event);                            /* cuEventQuery */
+    int (*sync)(void *event);                             /* cuEventSynchronize */
+    int (*copy)(void *to, const void *from, size_t nbytes, void *stream); /* cuMemcpyAsync */
+};
 
-/* Returns a crew without threads, or NULL if memory is missing.
+enum {
+    PF_OUT_OF_MEMORY = 2,   /* CUDA_ERROR_OUT_OF_MEMORY */
+    PF_NOT_READY = 600,     /* CUDA_ERROR_NOT_READY: the stream has not passed the event */
+    PF_EVENT_FLAGS = 3,     /* threads sleep while they wait, and no time is recorded */
+    PF_CAPTURE_RELAXED = 2, /* calls of this thread never concern a capture of a CUDA graph */
+};
+
+struct pf_engine;
+
+/* Returns an engine without threads, or NULL if memory is missing.
  *
- * sources: the rows that every job copies
+ * sources: the rows that every job gathers
  * n_places: most jobs that have not ended, or that the loop has not waited for
- * ring_at: jobs with pieces to take at which sleeping threads are woken; the loop copies fewer
+ * ring_at: jobs with pieces to take at which sleeping threads are woken; the loop gathers fewer
  *     itself, when it needs them
  * bypass: whether rows are written past the caches */
-struct pf_crew *pf_crew_open(int n_sources, const struct pf_source *sources, uint32_t n_places,
-                             uint32_t ring_at, int bypass);
+struct pf_engine *pf_engine_open(int n_sources, const struct pf_source *sources, uint32_t n_places,
+                                 uint32_t ring_at, int bypass);
+
+/* Makes the engine move every job to a GPU. Call it before the first job, at most once.
+ *
+ * side: the stream of the copies
+ * n_slots: number of slots; the jobs use them in turn
+ * staging: page-locked memory of each slot
+ * Returns 0 or an error of the driver. */
+int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *driver, void *side,
+                         uint32_t n_slots, char *const *staging);
 
 /* Starts as many of `n_threads` threads as the system permits. Without any, only the loop
- * copies. */
-void pf_crew_start(struct pf_crew *crew, int n_threads);
+ * gathers. */
+void pf_engine_start(struct pf_engine *engine, int n_threads);
 
-/* Submits a job, and returns its number. The place of the job must be free.
+/* Submits a job, and returns its number, or -1 if memory is missing. The place of the job, and its
+ * slot, must be free.
  *
  * rows: indices of the rows, shape (n,); NULL for `n` rows from `first` on
- * outs: where the rows of each source go */
-uint32_t pf_crew_submit(struct pf_crew *crew, const int64_t *rows, int64_t first, int64_t n,
-                        char *const *outs);
+ * device: with a driver, memory of the GPU for all parts of the job, which later work of the stream
+ *     `compute` may use
+ * outs: where the rows of each source go: addresses, or with a driver offsets from `device` */
+int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t first, int64_t n,
+                         char *device, void *compute, const int64_t *outs);
 
-/* Waits for a job, and copies pieces of it while other threads copy the rest.
+struct pf_result {
+    double begin_s; /* when the first piece began, in seconds of CLOCK_MONOTONIC */
+    double end_s;   /* when the last piece had ended, and all copies were queued */
+    int64_t failed;  /* 1 + the number of a source that could not be read; 0 for none */
+    int64_t error;   /* of the driver; 0 for none */
+    int64_t is_idle; /* whether the GPU had done all work queued before the last submitted job */
+};
+
+/* Waits for a job, and gathers pieces of it while other threads gather the rest. With a driver, the
+ * later work of the stream `compute` then sees the rows.
  *
- * times: receives the times at which its first piece began, and its last piece ended, in seconds of
- *     CLOCK_MONOTONIC
- * Returns 0; or 1 + the number of a source that could not be read; or -1 if a signal arrived, after
- * which the caller may wait again. */
-int pf_crew_wait(struct pf_crew *crew, uint32_t number, double *times);
+ * Returns 0, or -1 if a signal arrived, after which the caller may wait again. */
+int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
+                   struct pf_result *result);
 
-/* Ends the threads. From now on, only the thread that waits for a job copies. Any thread may call
- * this, also while another one waits. It returns when the threads have ended. */
-void pf_crew_stop(struct pf_crew *crew);
+/* Makes another stream see the rows of the last job for which the loop has waited. Returns 0 or an
+ * error of the driver. */
+int pf_engine_wait_again(const struct pf_engine *engine, uint32_t number, void *compute);
 
-/* Frees a crew without threads: a stopped one, or one of which this process is a fork. */
-void pf_crew_free(struct pf_crew *crew);
+/* Gathers one piece of a job, as a thread of the engine would. Returns whether there was one. */
+int pf_engine_help(struct pf_engine *engine, uint32_t number);
+
+/* Ends the threads, and waits for all copies. From now on, only the thread that waits for a job
+ * gathers, and it calls this again when it has waited. Any thread may call this. */
+void pf_engine_stop(struct pf_engine *engine);
+
+/* Frees an engine without threads: a stopped one, or one of which this process is a fork. */
+void pf_engine_free(struct pf_engine *engine, int is_forked);
 
 /* shuffle.c */
 

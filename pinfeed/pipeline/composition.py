@@ -2,7 +2,7 @@
 
 | a loop that ... | has |
 |---|---|
-| reads rows in memory, on the CPU | a crew of native threads, and a mover that allocates |
+| reads rows in memory | an engine of native threads, and a mover that allocates |
 | reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
 | writes rows back, or has caches | also a writer and its queue |
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device, Tensor
-from pinfeed.pipeline.crew_loop import CrewLoop
+from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.draws import (
     BatchDraws,
     ComparedDraws,
@@ -33,6 +33,7 @@ from pinfeed.pipeline.draws import (
     Thunks,
     close_unless_running,
 )
+from pinfeed.pipeline.engine_loop import EngineLoop
 from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.filler import Filler, TransformingFiller
 from pinfeed.pipeline.host_transfer import HostTransfer
@@ -79,13 +80,13 @@ def make_loop(
         transforms: The transforms.
         continuous: Whether the loop may read the next epoch before it ends this one.
     """
-    if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
-        may_have_crew = not schedule.has_writer and isinstance(source.batches, OrderBatches)
-        memory_rows = source.memory_rows() if may_have_crew else None
+    rows_mover = _rows_mover(mover, source, schedule, transforms)
+    if rows_mover is not None and isinstance(source, RowSource):
+        memory_rows = source.memory_rows()
         if memory_rows is not None:
-            return _crew_loop(mover, source, position, schedule, memory_rows)
+            return _engine_loop(rows_mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
-        continuous = continuous and not (may_have_crew and source.may_be_in_memory)
+        continuous = continuous and not source.may_be_in_memory
     parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
 
@@ -225,14 +226,35 @@ def _add_transforms(
             parts.transform_on_device = filler.transform_on_device
 
 
-def _crew_loop(
-    mover: HostTransfer,
+def _rows_mover(
+    mover: Mover, source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms
+) -> HostTransfer | DeviceRows | None:
+    """Return the mover of a loop whose rows an engine may gather; None for other loops."""
+    if transforms or schedule.has_writer or not isinstance(source, RowSource):
+        return None
+    if not isinstance(source.batches, OrderBatches):
+        return None
+    if isinstance(mover, HostTransfer):
+        return mover
+    driver = mover.device.engine_driver
+    # A timeline has timed events, and the device reads some rows itself.
+    if (
+        driver is None
+        or mover.counters.timeline is not None
+        or any(map(mover.device.reaches, source.stores))
+    ):
+        return None
+    return DeviceRows(mover, driver)
+
+
+def _engine_loop(
+    mover: HostTransfer | DeviceRows,
     source: RowSource,
     position: EpochPosition,
     schedule: PrefetchSchedule,
     memory_rows: Sequence[MemoryRows],
-) -> CrewLoop:
-    """Return a loop whose rows, which an order draws, a crew copies in memory."""
+) -> EngineLoop:
+    """Return a loop whose rows, which an order draws, an engine gathers."""
     batches = source.batches
     assert isinstance(batches, OrderBatches)
     spans = batches.spans(position.epoch, position.batch, schedule.batches_per_slot)
@@ -248,7 +270,9 @@ def _crew_loop(
     )
     # To draw consecutive rows takes less time than to take them from another thread.
     draws_ahead = type(batches.order) is not Sequential
-    return CrewLoop(parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead)
+    return EngineLoop(
+        parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead
+    )
 
 
 def _draws(

@@ -17,11 +17,14 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import Tensor
 from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.pipeline.job_memory import JobMemory, RowLayout
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.profiling.counters import Counters
+from pinfeed.rows.orders import Rows
 from pinfeed.stores.store import Array
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ class HostTransfer:
         counters: Counters of the time that reading takes.
     """
 
+    most_threads = 4
+    """Threads of an engine; memory is as fast as a few cores can copy."""
     lend = staticmethod(operator.attrgetter("batch_tensors"))
     """Returns the tensors of each of the batches in a slot (consumer)."""
 
@@ -136,6 +141,25 @@ class HostTransfer:
             else:
                 arrays.append(np.ndarray(shape, dtype, shared, offset))
         return arrays, total
+
+    def allocate_rows(self, layout: RowLayout, batch: HostBatch, slot: Slot) -> JobMemory:
+        """Allocate the memory of rows that an engine gathers (consumer)."""
+        arrays, _ = self.allocate(layout.parts)
+        tensors = self.cut(batch, arrays)
+        # The rows of the first batch are where the rows of all batches begin.
+        return JobMemory(tensors, [tensor.data_ptr() for tensor in tensors[0]], arrays)
+
+    def stream_handle(self) -> int:
+        """Return 0, because the host has no streams."""
+        return 0
+
+    def put(self, rows: Rows, source: MemoryRows, tensor: Tensor) -> None:
+        """Gather rows into a tensor.
+
+        Raises:
+            ReadError: If the rows cannot be read.
+        """
+        source.gather_to(rows, tensor.data_ptr())
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
         """Call ``device_transform`` on the batch of a full slot (transform thread).

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.memory import page_locked
+from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
@@ -49,7 +50,7 @@ _CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a 
 class LoopParts:
     """The mover and the functions that every loop consists of."""
 
-    mover: Mover
+    mover: Mover | DeviceRows
     first: int
     """Number of the first batch."""
     schedule: PrefetchSchedule

@@ -11,7 +11,7 @@ from typing import Any
 
 from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
-from pinfeed.native.crew import Crew
+from pinfeed.native.engine import Engine
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.stores.host_rows import N_GATHERING_THREADS
@@ -69,8 +69,8 @@ class LoopThreads:
         self._are_writers_joined = False
         # All threads that ``start_readers`` has started.
         self._readers: list[Workers] = []
-        self.crew: Crew | None = None
-        """Threads that copy rows without Python; None if the loop has none."""
+        self.engine: Engine | None = None
+        """Threads that gather rows without Python; None if the loop has none."""
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         # Threads that share the calls of a reader or of the second writer, by the prefix of their
@@ -130,10 +130,10 @@ class LoopThreads:
         self._share(calls, _READ_HELPERS, n_helpers)
 
     def join_readers(self) -> None:
-        """Wait until the reader threads, the transform threads and the crew have ended."""
+        """Wait until the reader threads, the transform threads and the engine have ended."""
         try:
-            if self.crew is not None:
-                self.crew.shutdown()
+            if self.engine is not None:
+                self.engine.shutdown()
         finally:
             for worker in self._readers:
                 worker.shutdown(wait=True)

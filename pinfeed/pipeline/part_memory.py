@@ -22,8 +22,11 @@ _SHARED_NBYTES = 1 << 20
 
 
 Staging = dict[str | int, npt.NDArray[np.uint8]]
-"""Page-locked memory, by the index of the part, or ``SHARED`` for the buffer of the small ones."""
+"""Page-locked memory, by the index of the part, or by the name of memory of several parts."""
 SHARED = "shared"
+"""Name of the memory of small parts, which are copied together."""
+WHOLE = "whole"
+"""Name of the memory of all parts of a job of an engine."""
 
 
 class Place(NamedTuple):
@@ -101,7 +104,7 @@ class PartMemory:
 
         Args:
             staging: The staging memory so far, by part.
-            key: Index of the part, or ``SHARED``.
+            key: Index of the part, or the name of memory of several parts.
             shape: Shape of the array that is returned.
             dtype: Its dtype.
         """

@@ -129,7 +129,7 @@ from pinfeed.devices.device import Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import HeldValues, WriteLog
-from pinfeed.pipeline.part_memory import PartMemory, Staging
+from pinfeed.pipeline.part_memory import WHOLE, PartMemory, Staging
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot
 from pinfeed.pipeline.slot_gather import Gathered, RunAll, SlotGather, run_in_turn
@@ -217,6 +217,15 @@ class Transfer(Writer):
         self._active_slots = self.slots[: schedule.n_slots]
         self._batches_per_slot = schedule.batches_per_slot
         return self._active_slots
+
+    def staging_of(self, slot: DeviceSlot, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return the slot's page-locked memory for all parts of a job, shape (nbytes,)."""
+        return self._parts.staging(slot.staging, WHOLE, (nbytes,), np.dtype(np.uint8))
+
+    @property
+    def read_stream(self) -> Stream:
+        """Stream of the copies to the device."""
+        return self._read
 
     def share_gathers(self, run_all: RunAll) -> None:
         """Make the running loop gather long parts into staging memory with ``run_all``."""
@@ -555,10 +564,9 @@ class Transfer(Writer):
         """Return the tensors of each of the batches that were gathered together."""
         if len(batch.batches) == 1:
             return deque((tensors,))
-        return deque(
-            [self.device.cut(tensor, begin, end) for tensor in tensors]
-            for begin, end in batch.ranges()
-        )
+        sizes = [n_rows for n_rows, _ in batch.batches]
+        cut = [self.device.split(tensor, sizes) for tensor in tensors]
+        return deque(map(list, zip(*cut, strict=True)))
 
     def _wait_for_memory(self, slot: DeviceSlot, gathered: Gathered) -> None:
         """Make the copies of a fill wait until nothing else uses the slot's memory (reader)."""

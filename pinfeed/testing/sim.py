@@ -15,6 +15,7 @@ queued work needs it is an error.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 import weakref
@@ -25,9 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import RowCopy
+from pinfeed.native.library import library
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Store, run_of
+from pinfeed.testing.sim_driver import SimDriver, SimEngineThread
 from pinfeed.testing.sim_streams import (
     Array,
     DeviceArray,
@@ -65,12 +68,14 @@ class SimDevice:
             reach that work.
         duplex: Whether reads and writes have separate streams; False puts both into one stream.
         deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore, to prove that a test
-            notices a missing wait. None ignores no call.
+            notices a missing wait; for those of an engine, ``("engine.c", number of the hazard)``.
+            None ignores no call.
         now: Function that returns the time in seconds.
+        has_engine: Whether an engine moves rows in memory to the device.
 
     Attributes:
         names: The names under which work was done, in order.
-        sites: File and line of each call of ``wait`` and ``sync`` so far.
+        sites: File and line of each call of ``wait`` and ``sync`` so far, as in ``deaf_to``.
         allocated_bytes: Allocated device memory.
         peak_bytes: Peak of the allocated device memory.
 
@@ -99,14 +104,16 @@ class SimDevice:
         duplex: bool = True,
         deaf_to: Site | None = None,
         now: Callable[[], float] = time.perf_counter,
+        has_engine: bool = False,
     ) -> None:
         self.now = now
+        self.engine_driver = SimDriver(self) if has_engine and library() is not None else None
         self.names = list[str]()
         self._choose = choose
         self._direct = direct
         self._duplex = duplex
         self._deaf_to = deaf_to
-        self._actors: dict[str, SimStream | SimWorker] = {}
+        self._actors: dict[str, SimStream | SimWorker | SimEngineThread] = {}
         self._turning = False
         # Whether workers wait for an operation of the host to end.
         self._are_workers_late = False
@@ -160,6 +167,13 @@ class SimDevice:
 
     def cut(self, tensor: DeviceArray, start: int, stop: int) -> DeviceArray:
         return DeviceArray(tensor.memory, tensor._array[start:stop])
+
+    def split(self, tensor: DeviceArray, sizes: Sequence[int]) -> list[DeviceArray]:
+        ends = list(itertools.accumulate(sizes))
+        return [self.cut(tensor, end - n, end) for n, end in zip(sizes, ends, strict=True)]
+
+    def address(self, buffer: SimMemory) -> int:
+        return buffer.contents.ctypes.data
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         array = np.full(nbytes, _POISON, np.uint8)

@@ -76,6 +76,7 @@ class SimStream:
     def __init__(self, device: SimDevice, name: str) -> None:
         self.device = device
         self.name = name
+        self.handle = id(self)
         self._work: deque[tuple[Callable[[], object], SimEvent | None]] = deque()
 
     def record(self, *, timed: bool = False) -> SimEvent:

@@ -181,7 +181,8 @@ def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float, gap_s: float)
 
 
 def test_a_stream_that_is_current_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, other = (types.SimpleNamespace(device=0, name=name) for name in ("current", "other"))
+    gpu = torch.device("cuda", 0)
+    current, other = (types.SimpleNamespace(device=gpu, cuda_stream=handle) for handle in (1, 2))
     entered: list[Any] = []
 
     @contextlib.contextmanager
@@ -189,7 +190,7 @@ def test_a_stream_that_is_current_is_not_entered(monkeypatch: pytest.MonkeyPatch
         entered.append(raw)
         yield
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1, raising=False)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     for raw in (current, other):
         with queued_in(raw):

@@ -1,4 +1,4 @@
-/* Crews under stress, for ThreadSanitizer and AddressSanitizer: see test_sanitizers.py. */
+/* Engines under stress, for ThreadSanitizer and AddressSanitizer: see test_sanitizers.py. */
 #define _GNU_SOURCE
 #include "../../pinfeed/native/pinfeed.h"
 
@@ -21,9 +21,9 @@ static uint32_t random_below(uint32_t *seed, uint32_t n)
     return (*seed >> 8) % n;
 }
 
-static void *stop(void *crew)
+static void *stop(void *engine)
 {
-    pf_crew_stop(crew);
+    pf_engine_stop(engine);
     return NULL;
 }
 
@@ -33,7 +33,7 @@ static void *loop(void *argument)
     uint32_t seed = (uint32_t)(uintptr_t)argument;
     struct pf_rows parts[N_SOURCES] = {{0}};
     struct pf_source sources[N_SOURCES];
-    char *outs[N_PLACES][N_SOURCES];
+    int64_t outs[N_PLACES][N_SOURCES];
     int64_t rows[N_PLACES][MOST], n[N_PLACES];
     for (int k = 0; k < N_SOURCES; k++) {
         parts[k].base = malloc((size_t)(N_ROWS * row_nbytes[k]));
@@ -44,12 +44,12 @@ static void *loop(void *argument)
             memset(parts[k].base + i * row_nbytes[k], (int)((i * 7 + k) & 0xFF),
                    (size_t)row_nbytes[k]);
         for (int place = 0; place < N_PLACES; place++)
-            outs[place][k] = malloc((size_t)(MOST * row_nbytes[k]));
+            outs[place][k] = (intptr_t)malloc((size_t)(MOST * row_nbytes[k]));
     }
     for (int round = 0; round < 6; round++) {
-        struct pf_crew *crew =
-            pf_crew_open(N_SOURCES, sources, N_PLACES, 1 + (uint32_t)round % 2, round % 2);
-        pf_crew_start(crew, 1 + round % 3);
+        struct pf_engine *engine =
+            pf_engine_open(N_SOURCES, sources, N_PLACES, 1 + (uint32_t)round % 2, round % 2);
+        pf_engine_start(engine, 1 + round % 3);
         pthread_t stopper;
         const int stops = round > 3;
         uint32_t submitted = 0;
@@ -59,37 +59,39 @@ static void *loop(void *argument)
                 n[place] = random_below(&seed, MOST);
                 for (int64_t i = 0; i < n[place]; i++)
                     rows[place][i] = random_below(&seed, N_ROWS);
-                if (pf_crew_submit(crew, rows[place], 0, n[place], outs[place]) != submitted)
+                if (pf_engine_submit(engine, rows[place], 0, n[place], NULL, NULL, outs[place])
+                    != submitted)
                     abort();
             }
             if (stops && waited == N_JOBS / 2)
-                pthread_create(&stopper, NULL, stop, crew);
-            double times[2];
-            if (pf_crew_wait(crew, waited, times) || times[1] < times[0])
+                pthread_create(&stopper, NULL, stop, engine);
+            struct pf_result result;
+            if (pf_engine_wait(engine, waited, NULL, &result) || result.failed
+                || result.end_s < result.begin_s)
                 abort();
             const uint32_t place = waited % N_PLACES;
             for (int k = 0; k < N_SOURCES; k++)
                 for (int64_t i = 0; i < n[place]; i++)
-                    if (memcmp(outs[place][k] + i * row_nbytes[k],
+                    if (memcmp((char *)outs[place][k] + i * row_nbytes[k],
                                parts[k].base + rows[place][i] * row_nbytes[k],
                                (size_t)row_nbytes[k]))
                         abort();
         }
         if (stops)
             pthread_join(stopper, NULL);
-        pf_crew_stop(crew);
-        pf_crew_free(crew);
+        pf_engine_stop(engine);
+        pf_engine_free(engine, 0);
     }
-    /* A crew that is stopped while jobs are left. */
-    struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, N_PLACES, 1, 0);
-    pf_crew_start(crew, 2);
-    pf_crew_submit(crew, rows[0], 0, 100, outs[0]);
-    pf_crew_stop(crew);
-    pf_crew_free(crew);
+    /* An engine that is stopped while jobs are left. */
+    struct pf_engine *engine = pf_engine_open(N_SOURCES, sources, N_PLACES, 1, 0);
+    pf_engine_start(engine, 2);
+    pf_engine_submit(engine, rows[0], 0, 100, NULL, NULL, outs[0]);
+    pf_engine_stop(engine);
+    pf_engine_free(engine, 0);
     for (int k = 0; k < N_SOURCES; k++) {
         free(parts[k].base);
         for (int place = 0; place < N_PLACES; place++)
-            free(outs[place][k]);
+            free((void *)outs[place][k]);
     }
     return NULL;
 }
@@ -131,17 +133,17 @@ static void *loop_over_file(void *argument)
         if (pwrite(fd, content, size, 0) != (ssize_t)size)
             abort();
         pf_guard_count(1);
-        struct pf_crew *crew = pf_crew_open(1, &source, N_PLACES, 1, round % 2);
-        pf_crew_start(crew, 1 + round % 3);
+        struct pf_engine *engine = pf_engine_open(1, &source, N_PLACES, 1, round % 2);
+        pf_engine_start(engine, 1 + round % 3);
         pthread_t shrinker;
         uint32_t submitted = 0, first_without_file = N_JOBS;
         for (uint32_t waited = 0; waited < N_JOBS; waited++) {
             for (; submitted < N_JOBS && submitted < waited + N_PLACES; submitted++) {
                 int64_t *const own = rows[submitted % N_PLACES];
-                char *out = copies + submitted % N_PLACES * MOST * NBYTES;
+                const int64_t out = (intptr_t)copies + submitted % N_PLACES * MOST * NBYTES;
                 for (int64_t i = 0; i < MOST; i++)
                     own[i] = random_below(&seed, N_ROWS);
-                pf_crew_submit(crew, own, 0, MOST, &out);
+                pf_engine_submit(engine, own, 0, MOST, NULL, NULL, &out);
             }
             if (waited == N_JOBS / 3)
                 pthread_create(&shrinker, NULL, shrink, (void *)(intptr_t)fd);
@@ -149,9 +151,11 @@ static void *loop_over_file(void *argument)
                 pthread_join(shrinker, NULL);
                 first_without_file = submitted;
             }
-            double times[2];
-            const int failed = pf_crew_wait(crew, waited, times);
-            if (failed < 0 || failed > 1 || (failed && waited < N_JOBS / 3)
+            struct pf_result result;
+            if (pf_engine_wait(engine, waited, NULL, &result))
+                abort();
+            const int64_t failed = result.failed;
+            if (failed > 1 || (failed && waited < N_JOBS / 3)
                 || (!failed && waited >= first_without_file))
                 abort();
             const char *const found = copies + waited % N_PLACES * MOST * NBYTES;
@@ -160,8 +164,8 @@ static void *loop_over_file(void *argument)
                            content + rows[waited % N_PLACES][i] * NBYTES, NBYTES))
                     abort();
         }
-        pf_crew_stop(crew);
-        pf_crew_free(crew);
+        pf_engine_stop(engine);
+        pf_engine_free(engine, 0);
         pf_guard_count(-1);
     }
     munmap(map, size);

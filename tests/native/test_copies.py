@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pinfeed.errors import ClosedError
 from pinfeed.memory.pages import huge
 from pinfeed.native import library as native
-from pinfeed.native.crew import Crew
+from pinfeed.native.engine import Engine
 from pinfeed.native.library import Kind, packing, request_each
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows import permutation as permutations
@@ -136,10 +136,10 @@ def test_an_index_changed_after_its_check_reads_no_other_memory() -> None:
 
 @pytest.mark.parametrize("bypass", [False, True])
 @pytest.mark.parametrize("n_threads", [0, 1, 3])
-def test_a_crew_copies_every_row_of_every_job(n_threads: int, bypass: bool) -> None:
+def test_an_engine_gathers_every_row_of_every_job(n_threads: int, bypass: bool) -> None:
     arrays = [rows_of(3000, row_nbytes) for row_nbytes in ROW_NBYTES]
     rng = np.random.default_rng(1)
-    crew = Crew(
+    engine = Engine(
         [memory_rows(array) for array in arrays],
         n_threads=n_threads,
         n_jobs=3,
@@ -150,21 +150,21 @@ def test_a_crew_copies_every_row_of_every_job(n_threads: int, bypass: bool) -> N
     for n in [0, 1, 700, 3000, 5, 1234, 64, 2000]:
         rows = rng.integers(3000, size=n) if n != 64 else np.arange(100, 164)
         outs = [np.empty((n, array.shape[1]), np.uint8) for array in arrays]
-        job = crew.submit(rows.ctypes.data, n, [out.ctypes.data for out in outs], (rows, outs))
+        job = engine.submit(rows.ctypes.data, n, [out.ctypes.data for out in outs], (rows, outs))
         waiting.append((job, rows, outs))
         if len(waiting) == 3:
-            check(crew, arrays, *waiting.pop(0))
+            check(engine, arrays, *waiting.pop(0))
     for one in waiting:
-        check(crew, arrays, *one)
-    crew.shutdown()
+        check(engine, arrays, *one)
+    engine.shutdown()
     with pytest.raises(ClosedError):
-        crew.wait(0)
+        engine.wait(0)
 
 
-def check(crew: Crew, arrays: list[Any], job: int, rows: Any, outs: list[Any]) -> None:
-    failed, begin_s, end_s = crew.wait(job)
-    assert not failed
-    assert begin_s <= end_s
+def check(engine: Engine, arrays: list[Any], job: int, rows: Any, outs: list[Any]) -> None:
+    result = engine.wait(job)
+    assert not result.failed
+    assert result.begin_s <= result.end_s
     for array, out in zip(arrays, outs, strict=True):
         np.testing.assert_array_equal(out, array[rows])
 

@@ -13,7 +13,7 @@ SOURCES = sorted((FOLDER.parent.parent / "pinfeed" / "native").glob("*.c"))
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_crews_under_stress(sanitizer: str, tmp_path: Path) -> None:
+def test_engines_under_stress(sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "stress"
     flags = f"-std=c11 -O1 -g -pthread -fsanitize={sanitizer} -fno-sanitize-recover=all".split()
     compiled = subprocess.run(

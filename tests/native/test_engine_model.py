@@ -1,6 +1,6 @@
-"""A model of crew.c: every order of the steps of its threads, for a few small jobs.
+"""A model of engine.c: every order of the steps of its threads, for a few small jobs.
 
-Each step is one atomic operation of crew.c, in the order in which the C code makes them. The model
+Each step is one atomic operation of engine.c, in the order in which the C code makes them. The model
 has two places, so that a place is used again while a slow thread still looks at its earlier job.
 
 Every order ends with all pieces copied, because no order comes back to an earlier state, and none
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 N_PLACES = 2
-# Steps of pf_crew_submit, and of a thread that looks for a job and goes to sleep.
+# Steps of pf_engine_submit, and of a thread that looks for a job and goes to sleep.
 SUBMIT = ("fill", "count_job", "publish", "advance", "decide", "ring", "see_sleepers", "wake_all")
 REST = ("work", "listen", "find", "count_sleeper", "look_again", "rest", "rise")
 # Mistakes in the order of these steps.
@@ -28,7 +28,7 @@ REORDERED = {
     "sees sleepers before it rings": (*SUBMIT[:5], "see_sleepers", "ring", "wake_all"),
     "listens late": ("work", "find", "listen", *REST[3:]),
     "counts a sleeper late": (*REST[:3], "look_again", "rest", "count_sleeper", "rise"),
-    "rests although the crew has stopped": (*REST[:4], "rest", "rise"),
+    "rests although the engine has stopped": (*REST[:4], "rest", "rise"),
 }
 RUNNING, AWAITED, ENDED = "running", "awaited", "ended"
 
@@ -85,13 +85,13 @@ class State(NamedTuple):
 
 
 class Model:
-    """Steps of the threads: 0 is the loop, 1 may be the one that stops the crew, others work.
+    """Steps of the threads: 0 is the loop, 1 may be the one that stops the engine, others work.
 
     Args:
         pieces: Number of pieces of each job.
         n_workers: Number of working threads.
         ring_at: Jobs with pieces to take at which sleeping threads are woken.
-        stops: Whether another thread stops the crew.
+        stops: Whether another thread stops the engine.
         fault: Name of a mistake that the model makes, which must be found.
     """
 
@@ -268,7 +268,7 @@ class Model:
     def rise(self, s: State, t: int, number: int, _: int) -> State:
         return self.go_on(s.add(n_asleep=-1), t, number, 0)
 
-    # The thread that stops the crew, which the loop does, too, when it quits.
+    # The thread that stops the engine, which the loop does, too, when it quits.
 
     def stop(self, s: State, t: int) -> State:
         return s._replace(is_stopped=True).go(t, "ring_all")
@@ -358,7 +358,7 @@ def test_every_order_of_steps_copies_each_piece_once_and_ends(
 
 
 @pytest.mark.parametrize("ring_at", [1, 2])
-def test_every_order_of_steps_ends_when_the_crew_is_stopped(ring_at: int) -> None:
+def test_every_order_of_steps_ends_when_the_engine_is_stopped(ring_at: int) -> None:
     assert Model((1, 1, 1), 1, ring_at=ring_at, stops=True).run() > 100
 
 
@@ -375,7 +375,7 @@ def test_every_order_of_steps_ends_when_the_crew_is_stopped(ring_at: int) -> Non
         ("sees sleepers before it rings", "sleeps while enough jobs wait"),
         ("listens late", "sleeps while enough jobs wait"),
         ("counts a sleeper late", "sleeps while enough jobs wait"),
-        ("rests although the crew has stopped", "a thread sleeps on"),
+        ("rests although the engine has stopped", "a thread sleeps on"),
     ],
 )
 def test_each_precaution_is_needed(fault: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Loops whose rows a crew copies: equal batches, and every way in which a loop can end."""
+"""Loops whose rows an engine gathers: equal batches, and every way in which a loop can end."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ from support.internals import runner_of
 
 import pinfeed
 from pinfeed.native import library as native
-from pinfeed.pipeline.crew_loop import CrewLoop
+from pinfeed.pipeline.engine_loop import EngineLoop
 from pinfeed.pipeline.prefetch_loop import PrefetchLoop
 from pinfeed.rows.orders import Sequential
 
@@ -121,11 +121,11 @@ def test_several_files_are_read_like_one_array(tmp_path: Path, shuffle: bool) ->
             rows = torch.cat([batch["row"] for batch in batches])
             assert torch.equal(rows.sort().values, torch.arange(836))
             assert torch.equal(torch.cat([batch["x"] for batch in batches]), whole[rows])
-        assert isinstance(loop_of(feeder), CrewLoop)
+        assert isinstance(loop_of(feeder), EngineLoop)
 
 
 @pytest.mark.parametrize(("shuffle", "n_loads"), [(True, 1), (False, 2)])
-def test_a_copy_is_read_by_a_crew_once_it_is_loaded(shuffle: bool, n_loads: int) -> None:
+def test_a_copy_is_read_by_an_engine_once_it_is_loaded(shuffle: bool, n_loads: int) -> None:
     columns = {name: np.arange(100.0) + 1000 * i for i, name in enumerate("ab")}
     want = np.column_stack(list(columns.values()))
     order = pinfeed.rows.shuffled(3) if shuffle else pinfeed.rows.sequential()
@@ -134,7 +134,7 @@ def test_a_copy_is_read_by_a_crew_once_it_is_loaded(shuffle: bool, n_loads: int)
             rows = order.bind(100, epoch)(np.arange(100))
             found = torch.cat(list(feeder)).numpy()
             np.testing.assert_array_equal(found, want[rows])
-            assert isinstance(loop_of(feeder), CrewLoop) is (epoch >= n_loads)
+            assert isinstance(loop_of(feeder), EngineLoop) is (epoch >= n_loads)
         assert feeder.stats.depth == 31
 
 
@@ -143,7 +143,7 @@ def test_a_span_of_row_indices_has_whole_batches() -> None:
     for batch_size in (999, 16_384, 16_385, 60_000):
         with feeder_of(source, batch_size=batch_size, shuffle=True, depth=1) as feeder:
             batches = list(feeder)
-            assert isinstance(loop_of(feeder), CrewLoop)
+            assert isinstance(loop_of(feeder), EngineLoop)
         assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
         assert torch.equal(torch.cat(batches).sort().values, torch.from_numpy(source))
 
@@ -151,7 +151,7 @@ def test_a_span_of_row_indices_has_whole_batches() -> None:
 def test_a_source_may_have_many_columns() -> None:
     with feeder_of({f"c{i}": np.arange(50) + i for i in range(300)}, shuffle=True) as feeder:
         batches = list(feeder)
-        assert isinstance(loop_of(feeder), CrewLoop)
+        assert isinstance(loop_of(feeder), EngineLoop)
     for i in (0, 299):
         column = torch.cat([batch[f"c{i}"] for batch in batches]).sort().values
         assert torch.equal(column, torch.arange(50) + i)
@@ -181,7 +181,7 @@ def test_an_ended_loop_keeps_no_memory(tmp_path: Path) -> None:
     feeder = feeder_of(path)
     for _ in feeder:
         break
-    assert not loop_of(feeder)._crew._memory
+    assert not loop_of(feeder)._engine._memory
     assert str(path) in Path("/proc/self/maps").read_text()
     feeder.close()
     assert str(path) not in Path("/proc/self/maps").read_text()
@@ -206,7 +206,7 @@ def test_batches_before_an_error_of_the_order_come_first(depth: int | None) -> N
         with pytest.raises(ZeroDivisionError):
             for _ in feeder:
                 n += 1
-        assert isinstance(loop_of(feeder), CrewLoop)
+        assert isinstance(loop_of(feeder), EngineLoop)
     assert n in (15, 16)
 
 
@@ -226,7 +226,7 @@ class UncheckedRows(pinfeed.ArrayStore):
         out *= 2
 
 
-def test_loops_that_need_more_are_not_copied_by_a_crew(tmp_path: Path) -> None:
+def test_loops_that_need_more_are_not_gathered_by_an_engine(tmp_path: Path) -> None:
     array = np.arange(100.0)
     for source, options in (
         (OtherRows(array), {}),
@@ -236,13 +236,13 @@ def test_loops_that_need_more_are_not_copied_by_a_crew(tmp_path: Path) -> None:
     ):
         with feeder_of(source, **options) as feeder:
             list(feeder)
-            assert not isinstance(loop_of(feeder), CrewLoop)
+            assert not isinstance(loop_of(feeder), EngineLoop)
     with feeder_of(array) as feeder:
         for batch in feeder.batches():
             batch.write_back(batch.data)
         assert isinstance(loop_of(feeder), PrefetchLoop)
         list(feeder)
-        assert isinstance(loop_of(feeder), CrewLoop)
+        assert isinstance(loop_of(feeder), EngineLoop)
 
 
 def test_kept_batches_stay_as_they_are() -> None:

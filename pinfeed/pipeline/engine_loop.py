@@ -1,8 +1,9 @@
-"""CrewLoop: a loop over rows in memory, whose next batches a crew of native threads copies.
+"""EngineLoop: a loop over rows in memory, whose next batches an engine gathers without Python.
 
-Python draws row indices, for many batches at a time, and hands tensors out. The crew copies the
-rows (see ``pinfeed/native/crew.c``). The thread of the loop helps with the batch that it waits for.
-At depth 0, there are no threads, and it copies every batch itself.
+Python draws row indices, for many batches at a time, and hands tensors out. The engine gathers the
+rows and, with a GPU, moves them there (see ``pinfeed/native/engine.c``). The thread of the loop
+helps with the batch that it waits for. At depth 0, there are no threads, and it gathers every batch
+itself.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
 from pinfeed.errors import ReadError
-from pinfeed.native.crew import Crew
+from pinfeed.native.engine import Engine
 from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.host_transfer import HostTransfer
+from pinfeed.pipeline.job_memory import row_layout
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.row_source import RowSource, new_row_group
@@ -30,29 +32,18 @@ from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import sizes
 from pinfeed.rows.orders import Rows
 
-# Memory is as fast as a few cores can copy.
-_MOST_THREADS = 4
 # Batches whose rows do not stay in the cache until the loop uses them are written past it.
 _BYPASS_BYTES = 8 << 20
 # Waking a thread takes 10 to 50 us, in which it would copy about as many bytes.
 _WAKE_BYTES = 256 << 10
 _TINY_BYTES = 64 << 10
 
-_address_of = operator.methodcaller("data_ptr")
-
 Spans = Generator[Rows, None, None]
 """Row indices of consecutive batches, many batches at a time."""
 
 
-class BatchPart(NamedTuple):
-    """Shape and dtype of one part of a batch."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-class CrewLoop(Loop):
-    """A loop over rows in memory, whose next batches a crew copies.
+class EngineLoop(Loop):
+    """A loop over rows in memory, whose next batches an engine gathers.
 
     Args:
         parts: Mover of the loop, which allocates the batches, and its functions.
@@ -74,7 +65,7 @@ class CrewLoop(Loop):
         draws_ahead: bool,
     ) -> None:
         super().__init__(parts)
-        self._transfer = cast("HostTransfer", parts.mover)
+        self._mover = cast("HostTransfer | DeviceRows", parts.mover)
         self._source = source
         self._batch_size = batch_size
         self._memory_rows = memory_rows
@@ -86,9 +77,9 @@ class CrewLoop(Loop):
         self._slot_rows = schedule.batches_per_slot * batch_size
         # The user may give an array another shape while the loop runs.
         self._row_types = [(store.row_shape, store.dtype) for store in source.stores]
-        self._full = self._parts_of(self._slot_rows)
+        self._full = row_layout(self._row_types, self._slot_rows)
         self._full_sizes = sizes(self._slot_rows, batch_size)
-        # Slots that the crew is filling, each with the number of its job, in order.
+        # Slots that the engine is filling, each with the number of its job, in order.
         self._copying: deque[tuple[Slot, int]] = deque()
         # Row indices of the running span, the position of the next slot in them, and the address
         # of the first index.
@@ -100,25 +91,31 @@ class CrewLoop(Loop):
         self._has_rows = True
 
     def _slots(self) -> Callable[[], Slot | None]:
+        mover = self._mover
         n_threads = 0
         if self._parts.schedule.depth:
-            n_threads = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS))
+            n_threads = max(1, min(len(os.sched_getaffinity(0)) - 1, mover.most_threads))
             if self._draws_ahead:
                 self.threads.start_readers()
                 self._drawn = self.threads.reader.submit(self._draw_span)
                 self._take_span = self._take_drawn
         n_slots = len(self._free)
-        nbytes = self._slot_rows * sum(rows.row_nbytes for rows in self._memory_rows)
-        # One copied slot should be left when the threads are woken.
+        nbytes = self._full.nbytes_of_rows
+        # One gathered slot should be left when the threads are woken.
         ring_at = min(-(-_WAKE_BYTES // max(1, nbytes)), max(1, n_slots - 1))
-        self.threads.crew = self._crew = Crew(
+        # Tiny slots are gathered in less time than a thread takes to wake up.
+        self._is_tiny = n_slots * nbytes <= _TINY_BYTES
+        staged = mover.staged(self._full.nbytes) if isinstance(mover, DeviceRows) else None
+        self.threads.engine = self._engine = Engine(
             self._memory_rows,
-            n_threads=n_threads,
+            n_threads=0 if staged is not None and self._is_tiny else n_threads,
             n_jobs=n_slots,
-            # Tiny slots are copied in less time than a thread takes to wake up.
-            ring_at=ring_at if n_slots * nbytes > _TINY_BYTES else n_slots + 1,
+            ring_at=n_slots + 1 if self._is_tiny else ring_at,
             bypass=(n_slots + 1) * nbytes > _BYPASS_BYTES,
+            staged=staged,
         )
+        if isinstance(mover, DeviceRows):
+            mover.engine = self._engine
         timeline = self._counters.timeline
         return self._next if timeline is None else functools.partial(self._next_recorded, timeline)
 
@@ -135,10 +132,11 @@ class CrewLoop(Loop):
         if not self._copying:
             return None
         slot, job = self._copying.popleft()
-        failed, begin_s, slot.ready_s = self._crew.wait(job)
-        if failed:
-            self._fail(slot, self._memory_rows[failed - 1])
-        slot.read_s = slot.ready_s - begin_s
+        result = self._engine.wait(job, self._mover.stream_handle())
+        slot.ready_s = result.end_s
+        slot.read_s = result.end_s - result.begin_s
+        if result.failed:
+            self._fail(slot, self._memory_rows[result.failed - 1])
         return slot
 
     def _next_recorded(self, timeline: Timeline) -> Slot | None:
@@ -150,7 +148,7 @@ class CrewLoop(Loop):
         return slot
 
     def _submit(self) -> None:
-        """Make the crew copy the next batches, unless the epoch has ended."""
+        """Make the engine gather the next batches, unless the epoch has ended."""
         begin = self._position
         if begin == len(self._span):
             begin = 0
@@ -159,16 +157,25 @@ class CrewLoop(Loop):
         n = min(self._slot_rows, len(self._span) - begin)
         is_full = n == self._slot_rows
         slot = self._free[0]
-        parts = self._full if is_full else self._parts_of(n)
-        arrays, slot.nbytes = self._transfer.allocate(parts)
+        layout = self._full if is_full else row_layout(self._row_types, n)
         source = self._source
         group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
         batches = self._full_sizes if is_full else sizes(n, self._batch_size)
         slot.batch = batch = HostBatch((), source.rebuild, batches, [group])
-        slot.batch_tensors = self._transfer.cut(batch, arrays)
-        # The rows of the first batch are where the rows of all batches begin.
-        addresses = map(_address_of, slot.batch_tensors[0])
-        job = self._crew.submit(self._address + 8 * begin, n, addresses, (self._span, arrays))
+        memory = self._mover.allocate_rows(layout, batch, slot)
+        slot.batch_tensors = memory.tensors
+        slot.nbytes = layout.nbytes_of_rows
+        job = self._engine.submit(
+            self._address + 8 * begin,
+            n,
+            memory.outs,
+            (self._span, memory.owner),
+            memory.device,
+            memory.stream,
+        )
+        if memory.device and self._is_tiny:
+            # The copy to the device then runs during the training step.
+            self._engine.gather(job)
         self._free.popleft()
         self._position = begin + n
         slot.number = next(self._numbers)
@@ -187,7 +194,7 @@ class CrewLoop(Loop):
         with contextlib.suppress(ReadError):
             for (begin, end), tensors in zip(batch.ranges(), slot.batch_tensors, strict=True):
                 for memory_rows, tensor in zip(self._memory_rows, tensors, strict=True):
-                    memory_rows.gather_to(rows[begin:end], tensor.data_ptr())
+                    self._mover.put(rows[begin:end], memory_rows, tensor)
                 n_good += 1
         if not n_good:
             raise failed.error()
@@ -213,12 +220,9 @@ class CrewLoop(Loop):
             self._drawn = self.threads.reader.submit(self._draw_span)
         return span
 
-    def _parts_of(self, n: int) -> list[BatchPart]:
-        return [BatchPart((n, *row_shape), dtype) for row_shape, dtype in self._row_types]
-
     def _forget_slots(self) -> None:
         super()._forget_slots()
-        # The crew keeps what its threads still use.
+        # The engine keeps what its threads still use.
         self._copying.clear()
         self._memory_rows = ()
         self._span = np.empty(0, np.int64)

@@ -1,0 +1,135 @@
+"""CudaDriver: calls of the driver of a GPU, without torch around them; CudaEvent: one of its events.
+
+torch lets go of the interpreter's lock in each call that records an event, waits for it or frees
+it, and another thread takes the lock. These calls keep it, except where a thread sleeps.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NoReturn
+
+import torch
+
+from pinfeed.errors import DeviceError
+from pinfeed.native.driver import DriverTable, driver_table
+from pinfeed.native.engine import Engine
+from pinfeed.native.library import Library, library, packing
+
+_NOT_READY = 600
+
+_pack_1 = packing(1)
+_pack_2 = packing(2)
+_pack_3 = packing(3)
+_pack_5 = packing(5)
+
+
+class CudaDriver:
+    """The driver of a GPU; streams are given by their handles.
+
+    Every method raises the error of the driver.
+
+    Args:
+        table: Its calls.
+        found: The compiled functions that make them.
+        device: The GPU.
+    """
+
+    def __init__(self, table: DriverTable, found: Library, device: torch.device) -> None:
+        self._table = table
+        self._library = found
+        self._device = device
+        self.address = table.address
+        # Events that nothing refers to any more. A wait refers to the last record before it, so
+        # an event may be recorded again while streams still wait for an earlier record.
+        self._spare: list[int] = []
+
+    def start(self, engine: Engine, n_threads: int) -> None:
+        """Start the threads of an engine."""
+        engine.start(n_threads)
+
+    def record(self, stream: int) -> CudaEvent:
+        """Return an event after all work of a stream so far."""
+        event = self._spare.pop() if self._spare else self._new_event()
+        found = CudaEvent(self, event)
+        self._check(self._library.record_event(_pack_3(self.address, event, stream)))
+        return found
+
+    def wait(self, stream: int, event: int) -> None:
+        """Make later work of a stream wait for the event with a handle."""
+        self._check(self._library.wait_event(_pack_3(self.address, stream, event)))
+
+    def is_done(self, event: int) -> bool:
+        """Return whether its stream has passed an event."""
+        code = self._library.query_event(_pack_2(self.address, event))
+        if code not in (0, _NOT_READY):
+            self.raise_error(code)
+        return not code
+
+    def sync(self, event: int) -> None:
+        """Block the calling thread until the stream has passed an event; the thread sleeps."""
+        if not self.is_done(event):
+            self._check(self._library.sync_event(_pack_2(self.address, event)))
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy between two addresses, of which one is page-locked memory of the host."""
+        self._check(self._library.queue_copy(_pack_5(self.address, to, source, nbytes, stream)))
+
+    def free(self, event: int) -> None:
+        """Use an event again."""
+        self._spare.append(event)
+
+    def raise_error(self, code: int) -> NoReturn:
+        """Raise torch's own error, if the GPU has failed, or else a DeviceError."""
+        torch.cuda.synchronize(self._device)
+        raise DeviceError(
+            f"a call of the CUDA driver on {self._device} failed with error {code}, while a batch "
+            "was copied; the loop has ended"
+        )
+
+    def _new_event(self) -> int:
+        event = self._library.create_event(_pack_1(self.address))
+        if event <= 0:
+            self.raise_error(-event)
+        return event
+
+    def _check(self, code: int) -> None:
+        if code:
+            self.raise_error(code)
+
+
+class CudaEvent:
+    """Event of the driver that is recorded once; its memory is used again.
+
+    Args:
+        driver: The driver.
+        handle: Handle of the event.
+    """
+
+    __slots__ = ("_driver", "handle")
+
+    def __init__(self, driver: CudaDriver, handle: int) -> None:
+        self._driver = driver
+        self.handle = handle
+
+    def __del__(self) -> None:
+        self._driver.free(self.handle)
+
+    def sync(self) -> None:
+        self._driver.sync(self.handle)
+
+    def is_done(self) -> bool:
+        return self._driver.is_done(self.handle)
+
+    def at_s(self) -> float:
+        raise RuntimeError("the event is not timed")
+
+
+@functools.cache
+def cuda_driver(device: torch.device) -> CudaDriver | None:
+    """Return the driver of a GPU; None without it, or without the compiled functions."""
+    found = library()
+    table = None if found is None else driver_table(device.index)
+    if found is None or table is None:
+        return None
+    return CudaDriver(table, found, device)

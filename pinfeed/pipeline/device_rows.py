@@ -1,0 +1,129 @@
+"""DeviceRows: the memory on a device of batches whose rows an engine gathers and moves.
+
+The engine owns the protocol of streams and events; ``pinfeed/native/engine.c`` shows it. Here is
+what stays in Python: memory of torch, which the consumer allocates in its own stream, so that any
+thread may free it at any time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from pinfeed.devices.device import Device, Tensor
+from pinfeed.native.engine import Driver, Engine, Staged
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.pipeline.job_memory import JobMemory, RowLayout
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.slot import DeviceSlot
+from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.transfer import Transfer
+from pinfeed.rows.orders import Rows
+
+
+class DeviceRows:
+    """Moves the batches of one loop, whose rows an engine gathers, to a device.
+
+    Args:
+        transfer: Mover of the feeder, with the stream of the copies and the slots.
+        driver: Driver of the device.
+    """
+
+    most_threads = 8
+    """Threads of an engine; they and the copies to the device share the memory of the host."""
+
+    def __init__(self, transfer: Transfer, driver: Driver) -> None:
+        self._transfer = transfer
+        self._driver = driver
+        self.device: Device = transfer.device
+        self.counters = transfer.counters
+        self.engine: Engine
+        """Engine of the loop, which sets this."""
+        self._slots: Sequence[DeviceSlot] = ()
+
+    def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
+        """Begin a loop, and return the slots that it uses."""
+        self._slots = self._transfer.begin(schedule)
+        return self._slots
+
+    def staged(self, nbytes: int) -> Staged:
+        """Return how the jobs move; each slot has page-locked memory for ``nbytes`` bytes."""
+        staging = [self._transfer.staging_of(slot, nbytes) for slot in self._slots]
+        addresses = [memory.ctypes.data for memory in staging]
+        return Staged(self._driver, self._transfer.read_stream.handle, addresses, staging)
+
+    def allocate_rows(self, layout: RowLayout, batch: HostBatch, slot: Any) -> JobMemory:
+        """Allocate the memory of a job (consumer)."""
+        compute = self.device.current_stream()
+        slot.compute = compute
+        buffer = self.device.empty(layout.nbytes, compute)
+        wholes = [
+            self.device.tensor(buffer, shape, dtype, offset)
+            for (shape, dtype), offset in zip(layout.parts, layout.offsets, strict=True)
+        ]
+        if len(batch.batches) == 1:
+            tensors = deque([wholes])
+        else:
+            sizes = [n for n, _ in batch.batches]
+            cut = [self.device.split(whole, sizes) for whole in wholes]
+            tensors = deque(map(list, zip(*cut, strict=True)))
+        address = self.device.address(buffer)
+        return JobMemory(tensors, layout.offsets, buffer, address, compute.handle)
+
+    def stream_handle(self) -> int:
+        """Return the handle of the consumer's current stream."""
+        return self.device.current_stream().handle
+
+    def is_idle(self) -> bool:
+        """Return whether the device had done all work queued before the last request (consumer)."""
+        return bool(self.engine.result.is_idle)
+
+    def lend(self, slot: Any) -> deque[list[Tensor]]:
+        """Return the tensors of each of the slot's batches (consumer)."""
+        if self.device.current_stream() != slot.compute:
+            self._share(slot, slot.batch_tensors)
+        tensors: deque[list[Tensor]] = slot.batch_tensors
+        return tensors
+
+    def lend_next(self, slot: DeviceSlot, tensors: Sequence[Tensor]) -> None:
+        """Lend the slot's next batch, if the loop has changed its stream (consumer)."""
+        compute = self.device.current_stream()
+        if compute != slot.compute:
+            self.engine.wait_again(compute.handle)
+            # Later batches of the slot are in the same memory.
+            self._share(slot, [tensors])
+
+    def put(self, rows: Rows, source: MemoryRows, tensor: Tensor) -> None:
+        """Gather rows into a lent tensor, and wait for the copy (consumer).
+
+        Raises:
+            ReadError: If the rows cannot be read.
+        """
+        compute = self.device.current_stream()
+        shape, dtype, _ = self.device.describe(tensor) or ((), None, False)
+        assert dtype is not None
+        staging = self.device.staging(max(1, len(rows) * source.row_nbytes))
+        source.gather_to(rows, staging.ctypes.data)
+        out = staging[: len(rows) * source.row_nbytes].view(dtype).reshape(shape)
+        self.device.copy(out, tensor, compute)
+        compute.record().sync()  # the staging memory is freed next
+
+    def stop(self) -> None:
+        """End the loop; the engine ends with it. Any thread may call this."""
+        self._transfer.stop()
+
+    def quiesce(self) -> None:
+        """Drop the batches in the slots; the engine has waited for its copies (consumer)."""
+        self._transfer.quiesce()
+
+    def pause(self) -> None:
+        """Do nothing, because no timestamp is open."""
+
+    def _share(self, slot: DeviceSlot, batches: Any) -> None:
+        """Share the memory of batches with the consumer's current stream."""
+        compute = self.device.current_stream()
+        for tensors in batches:
+            for tensor in tensors:
+                self.device.share(tensor, compute)
+        slot.compute = compute

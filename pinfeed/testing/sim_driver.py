@@ -1,0 +1,188 @@
+"""SimDriver: the driver calls of an engine, on the streams of a simulated device."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pinfeed.native.driver import DriverTable
+from pinfeed.native.engine import Engine
+from pinfeed.testing.sim_streams import SimEvent, SimStream
+
+if TYPE_CHECKING:
+    from pinfeed.testing.sim import SimDevice
+
+_NOT_READY = 600
+_FAILED = 999
+
+_HANDLE = ctypes.c_void_p
+_ARGUMENTS: dict[str, list[Any]] = {
+    "push": [_HANDLE],
+    "pop": [_HANDLE],
+    "exchange_capture_mode": [_HANDLE],
+    "create": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint],
+    "destroy": [_HANDLE],
+    "record": [_HANDLE, _HANDLE],
+    "wait": [_HANDLE, _HANDLE, ctypes.c_uint],
+    "query": [_HANDLE],
+    "sync": [_HANDLE],
+    "copy": [_HANDLE, _HANDLE, ctypes.c_size_t, _HANDLE],
+}
+"""Types of the arguments of each call."""
+
+
+class SimDriver:
+    """The driver calls of an engine, on the streams of a simulated device.
+
+    The adversary of the device also decides when a thread of the engine gathers its next piece:
+    the thread is the actor ``engine``, and runs in the caller's thread like everything else.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: SimDevice) -> None:
+        self._device = device
+        self._functions = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *types)(self._guarded(getattr(self, f"_{name}")))
+            for name, types in _ARGUMENTS.items()
+        }
+        self._table = DriverTable.of(1, self._functions)
+        self.address = self._table.address
+        self._handles = itertools.count(1)
+        # Events by their handles; None until they are recorded.
+        self._events: dict[int, SimEvent | None] = {}
+        # Events of slots, which are created before the engine starts.
+        self._slot_events: set[int] = set()
+        self._error: BaseException | None = None
+        self.is_blocking = False
+        """Whether the host waits for an event."""
+
+    def start(self, engine: Engine, n_threads: int) -> None:
+        """Let the adversary gather pieces, if the engine has threads."""
+        self._slot_events = set(self._events)
+        if n_threads:
+            self._device._actors["engine"] = SimEngineThread(self, engine)
+
+    def raise_error(self, code: int) -> None:
+        """Raise the error of the call that has failed."""
+        assert self._error is not None, f"the engine reports error {code}, but no call has failed"
+        raise self._error
+
+    def _guarded(self, call: Callable[..., int]) -> Callable[..., int]:
+        """Return a function that keeps an error, because none can pass through compiled code."""
+
+        def guarded(*arguments: Any) -> int:
+            try:
+                return call(*arguments)
+            except BaseException as error:
+                self._error = error
+                return _FAILED
+
+        return guarded
+
+    def _push(self, context: int) -> int:
+        assert context == self._table.context
+        return 0
+
+    def _pop(self, context: int) -> int:
+        return 0
+
+    def _exchange_capture_mode(self, mode: int) -> int:
+        return 0
+
+    def _create(self, out: Any, flags: int) -> int:
+        out[0] = handle = next(self._handles)
+        self._events[handle] = None
+        return 0
+
+    def _destroy(self, event: int) -> int:
+        del self._events[event]
+        return 0
+
+    def _record(self, event: int, stream: int) -> int:
+        self._events[event] = self._stream(stream).record()
+        return 0
+
+    def _wait(self, stream: int, event: int, flags: int) -> int:
+        waiting = self._stream(stream)
+        is_side = waiting is self._device._actors.get("read")
+        if not self._is_ignored(2 if is_side else 4):
+            recorded = self._events[event]
+            assert recorded is not None
+            waiting._enqueue(lambda: None, after=recorded)
+        return 0
+
+    def _query(self, event: int) -> int:
+        self._device._turn()
+        recorded = self._events[event]
+        return 0 if recorded is None or recorded.passed else _NOT_READY
+
+    def _sync(self, event: int) -> int:
+        recorded = self._events[event]
+        if recorded is not None and not self._is_ignored(1 if event in self._slot_events else 9):
+            self.is_blocking = True
+            try:
+                self._device._force(recorded)
+            finally:
+                self.is_blocking = False
+        return 0
+
+    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
+        pinned = [
+            weakref.ref(memory)
+            for memory in self._device._pinned.values()
+            if 0 <= source - memory.ctypes.data <= memory.nbytes - nbytes
+        ]
+        assert pinned, "asynchronous copy of pageable memory"
+        owner = pinned[0]
+
+        def run() -> None:
+            assert owner() is not None, "a copy of the engine uses freed host memory"
+            ctypes.memmove(to, source, nbytes)
+
+        self._stream(stream)._enqueue(run)
+        return 0
+
+    def _stream(self, handle: int) -> SimStream:
+        actors = self._device._actors.values()
+        return next(one for one in actors if isinstance(one, SimStream) and one.handle == handle)
+
+    def _is_ignored(self, hazard: int) -> bool:
+        """Return whether to ignore the waits of a hazard; engine.c has their numbers."""
+        site = ("engine.c", hazard)
+        self._device.sites.add(site)
+        return site == self._device._deaf_to
+
+
+class SimEngineThread:
+    """The threads of an engine, as one actor that gathers one piece at a time.
+
+    Args:
+        driver: Driver of the engine.
+        engine: The engine.
+    """
+
+    def __init__(self, driver: SimDriver, engine: Engine) -> None:
+        self._driver = driver
+        self._engine = weakref.ref(engine)
+        self._number = 0
+
+    @property
+    def _ready(self) -> bool:
+        engine = self._engine()
+        return (
+            engine is not None
+            and engine.is_open
+            and self._number < engine.n_submitted
+            and not self._driver.is_blocking
+        )
+
+    def _advance(self) -> None:
+        engine = self._engine()
+        assert engine is not None
+        if not engine.help(self._number):
+            self._number += 1

@@ -1,0 +1,169 @@
+"""An engine that moves rows to a device equals the synchronous loop, whatever the schedule."""
+
+import functools
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.internals import runner_of
+from support.schedules import next_stream, randomly, stalling, switch
+
+from pinfeed import Feeder
+from pinfeed.native import library as native
+from pinfeed.native.engine import Engine, Staged
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.pipeline.engine_loop import EngineLoop
+from pinfeed.testing import SimDevice, favour, lazy
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+
+N = 40
+ACTORS = ("compute", "read", "engine")
+# Rows of a few bytes, which the loop gathers at once, and rows of several pieces.
+WIDTHS = {"tiny": 2, "several pieces": 9000}
+CORNERS: dict[str, Callable[[], Any]] = {"lazy": lambda: lazy}
+CORNERS |= {
+    f"fast {'+'.join(names)}": lambda names=names: favour(*names)
+    for n in (1, 2, 3)
+    for names in itertools.combinations(ACTORS, n)
+}
+CORNERS |= {
+    f"{name} stalls after {moves}": lambda name=name, moves=moves: stalling(name, moves, ())
+    for name in ACTORS
+    for moves in (3, 7, 12, 20)
+}
+
+
+class Run:
+    """Two epochs over rows on a device, and what their training steps have read.
+
+    Args:
+        device: The device.
+        width: Floats of a row.
+        stop_after: Number of batches after which the second epoch is left.
+        switch_after: Number of batches after which the loop changes its stream after each batch.
+    """
+
+    def __init__(
+        self,
+        device: SimDevice,
+        width: int,
+        *,
+        stop_after: int | None = None,
+        switch_after: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []
+        x = np.arange(N * width, dtype=np.float32).reshape(N, width)
+        source = {"x": x, "y": np.arange(N, dtype=np.int16)}
+        with Feeder(source, device=device, shuffle=True, **options) as feeder:
+            for epoch in range(2):
+                for i, batch in enumerate(feeder):
+                    device.launch(self.read, batch["x"], batch["y"])
+                    if (name := next_stream(i, switch_after, None)) is not None:
+                        switch(device, name)
+                    del batch
+                    if epoch and i + 1 == stop_after:
+                        break
+            self.is_moved_by_engine = isinstance(runner_of(feeder)._last_loop, EngineLoop)
+        del feeder
+        gc.collect(0)
+        # The loop has ended, so later work may take all memory that it has freed.
+        free = [
+            (device.stream(name), block) for name in device._free for block in device._free[name]
+        ]
+        for stream, block in free:
+            stream._enqueue(functools.partial(block.fill, 0xAB))
+        device.drain()
+        self.is_memory_untouched = all((block == 0xAB).all() for _, block in free)
+
+    def read(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.seen.append((x.copy(), y.copy()))
+
+    def equals(self, other: "Run") -> bool:
+        return len(self.seen) == len(other.seen) and all(
+            np.array_equal(a, c) and np.array_equal(b, d)
+            for (a, b), (c, d) in zip(self.seen, other.seen, strict=True)
+        )
+
+
+def expected(width: int, **options: Any) -> Run:
+    run = Run(SimDevice(), width, **options | {"depth": 0})
+    assert not run.is_moved_by_engine
+    return run
+
+
+LOOPS = [
+    {"width": width, "depth": depth, "batch_size": batch_size, **end}
+    for width, depth, batch_size, end in itertools.product(
+        WIDTHS.values(), (0, 1, 2, None), (1, 3), ({}, {"stop_after": 2}, {"switch_after": 1})
+    )
+]
+
+
+@pytest.mark.parametrize("options", LOOPS, ids=str)
+def test_batches_equal_those_of_the_synchronous_loop(options: dict[str, Any]) -> None:
+    want = expected(**options)
+    for name, corner in CORNERS.items():
+        run = Run(SimDevice(corner(), has_engine=True), **options)
+        assert run.is_moved_by_engine
+        assert run.equals(want), name
+        assert run.is_memory_untouched, name
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    width=st.sampled_from([1, 2, 700, 9000]),
+    depth=st.sampled_from([0, 1, 2, 3, 5, None]),
+    batch_size=st.integers(1, 9),
+    stop_after=st.one_of(st.none(), st.integers(1, 4)),
+    switch_after=st.one_of(st.none(), st.integers(1, 4)),
+)
+def test_a_random_schedule_changes_nothing(seed: int, width: int, **options: Any) -> None:
+    run = Run(SimDevice(randomly(seed), has_engine=True), width, **options)
+    assert run.is_moved_by_engine
+    assert run.equals(expected(width, **options))
+    assert run.is_memory_untouched
+
+
+@pytest.mark.parametrize("hazard", [1, 2, 4])
+def test_each_wait_is_needed(hazard: int) -> None:
+    for options, corner in itertools.product(LOOPS, CORNERS.values()):
+        device = SimDevice(corner(), has_engine=True, deaf_to=("engine.c", hazard))
+        try:
+            run = Run(device, **options)
+        except AssertionError:
+            return
+        if not run.equals(expected(**options)) or not run.is_memory_untouched:
+            return
+    pytest.fail(f"no schedule notices that the waits of hazard ({hazard}) are missing")
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_no_copy_writes_after_the_engine_was_shut_down(is_deaf: bool) -> None:
+    device = SimDevice(lazy, has_engine=True, deaf_to=("engine.c", 9) if is_deaf else None)
+    array = np.ones((50, 100))
+    rows = np.arange(50)
+    source = MemoryRows.of_array(array)
+    assert source is not None
+    assert device.engine_driver is not None
+    memory = device.empty(array.nbytes, device.current_stream())
+    slots = [device.staging(array.nbytes) for _ in range(2)]
+    staged = Staged(
+        device.engine_driver, device.stream("read").handle, [s.ctypes.data for s in slots], slots
+    )
+    engine = Engine([source], n_threads=1, n_jobs=2, ring_at=1, bypass=False, staged=staged)
+    compute = device.current_stream().handle
+    job = engine.submit(rows.ctypes.data, 50, [0], memory, memory.contents.ctypes.data, compute)
+    engine.gather(job)
+    engine.shutdown()
+    # Nobody has waited for the job, so the program may use its memory for something else.
+    memory.contents.fill(0xAB)
+    device.drain()
+    assert (memory.contents == 0xAB).all() != is_deaf
