@@ -1,9 +1,8 @@
-/* A driver of a GPU that does not exist, with the host's time of each call.
+/* A driver of a GPU that does not exist, for measurements of the host's work.
  *
- * A call occupies its thread for as long as the call of a real driver does. A copy is done when a
- * link would have moved its bytes, after the earlier work of its stream, and events are passed in
- * the order of the stream. So every wait takes as long as it would with this link. Bytes move only
- * if `move` is 1, at once, which lets results be compared. The stream NULL is the default one. */
+ * A call occupies its thread for the time of a real driver's call. A copy is done when a link would
+ * have moved its bytes, after the earlier work of its stream. So waits take as long as with such a
+ * link. Bytes move only after sim_move(1), at once, so that results can be compared. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -24,32 +23,20 @@ struct pf_driver {
     int (*copy)(void *to, const void *from, size_t nbytes, void *stream);
 };
 
-/* Nanoseconds of the thread in a call. With these, pinfeed's loops take about the times that they took
- * on the host of one NVIDIA H200 (docs/benchmarks.md); `benchmarks.gpu --parts prices` measures them. */
-enum {
-    COPY = 4000,
-    RECORD = 800,
-    WAIT = 800,
-    QUERY = 700,
-    SYNC = 1000,
-    LAUNCH = 3000,
-    CREATE = 2400,
-    DESTROY = 2600,
+/* Nanoseconds of the host in a call. With these, loops take about the times that they took on the
+ * host of one NVIDIA H200 (docs/benchmarks.md). */
+enum { COPY = 4000, RECORD = 800, WAIT = 800, QUERY = 700, SYNC = 1000, CREATE = 2400, DESTROY = 2600 };
+
+/* The link: nanoseconds of a copy without bytes, and bytes in a nanosecond (GB/s). */
+enum { LINK_LATENCY = 1500, LINK_RATE = 55 };
+
+/* When a stream has done its work so far, or has passed an event. NULL is the default stream. */
+struct moment {
+    _Atomic int64_t ns;
 };
 
-/* The link: bytes per nanosecond (GB/s), and nanoseconds of each copy. */
-static const double LINK_RATE = 55;
-enum { LINK_LATENCY = 1500 };
-
-enum { NOT_YET = 600 /* cudaErrorNotReady */ };
-
-/* A stream, or an event: when it has done its work so far. */
-struct timeline {
-    int64_t done_ns;
-};
-
+static struct moment default_stream;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct timeline default_stream;
 static int moves;
 
 static int64_t now_ns(void)
@@ -59,101 +46,80 @@ static int64_t now_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* Occupies the thread. */
-static void spend(int64_t ns)
+static void occupy(int64_t ns)
 {
     const int64_t end = now_ns() + ns;
     while (now_ns() < end) {
     }
 }
 
-/* Adds work to a stream, which begins after `earliest_ns` and after the stream's earlier work. */
-static void extend(void *stream, int64_t earliest_ns, int64_t ns)
+static struct moment *of(void *stream) { return stream ? stream : &default_stream; }
+
+/* Adds work to a stream that begins at `earliest` or after the stream's earlier work. */
+static int add(void *stream, int64_t earliest, int64_t ns)
 {
-    struct timeline *line = stream ? stream : &default_stream;
     pthread_mutex_lock(&lock);
-    line->done_ns = (line->done_ns > earliest_ns ? line->done_ns : earliest_ns) + ns;
+    const int64_t done = of(stream)->ns;
+    of(stream)->ns = (done > earliest ? done : earliest) + ns;
     pthread_mutex_unlock(&lock);
-}
-
-static int64_t done_ns(void *stream_or_event)
-{
-    struct timeline *line = stream_or_event ? stream_or_event : &default_stream;
-    pthread_mutex_lock(&lock);
-    const int64_t ns = line->done_ns;
-    pthread_mutex_unlock(&lock);
-    return ns;
-}
-
-void sim_move(int move) { moves = move; }
-
-/* Streams live as long as the process. */
-void *sim_stream(void) { return calloc(1, sizeof(struct timeline)); }
-
-static int attach(void *context)
-{
-    (void)context;
     return 0;
 }
 
+static int attach(void *context) { return context != NULL; }
+
 int sim_create(void **event)
 {
-    spend(CREATE);
-    *event = calloc(1, sizeof(struct timeline));
-    return *event ? 0 : 2;
+    occupy(CREATE);
+    *event = calloc(1, sizeof(struct moment));
+    return *event == NULL;
 }
 
 int sim_destroy(void *event)
 {
-    spend(DESTROY);
+    occupy(DESTROY);
     free(event);
     return 0;
 }
 
 int sim_record(void *event, void *stream)
 {
-    spend(RECORD);
-    const int64_t ns = done_ns(stream);
-    pthread_mutex_lock(&lock);
-    ((struct timeline *)event)->done_ns = ns;
-    pthread_mutex_unlock(&lock);
+    occupy(RECORD);
+    ((struct moment *)event)->ns = of(stream)->ns;
     return 0;
 }
 
 int sim_wait(void *stream, void *event)
 {
-    spend(WAIT);
-    extend(stream, done_ns(event), 0);
-    return 0;
+    occupy(WAIT);
+    return add(stream, ((struct moment *)event)->ns, 0);
 }
 
 int sim_query(void *event)
 {
-    spend(QUERY);
-    return done_ns(event) > now_ns() ? NOT_YET : 0;
+    occupy(QUERY);
+    return ((struct moment *)event)->ns > now_ns() ? 600 : 0;
 }
 
 int sim_sync(void *event)
 {
-    spend(SYNC);
-    const int64_t ns = done_ns(event);
-    const struct timespec until = {ns / 1000000000, ns % 1000000000};
+    occupy(SYNC);
+    const int64_t ns = ((struct moment *)event)->ns;
+    const struct timespec end = {ns / 1000000000, ns % 1000000000};
     while (now_ns() < ns)
-        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &end, NULL);
     return 0;
 }
 
 int sim_copy(void *to, const void *from, size_t nbytes, void *stream)
 {
-    spend(COPY);
+    occupy(COPY);
     if (moves)
         memcpy(to, from, nbytes);
-    extend(stream, now_ns(), LINK_LATENCY + (int64_t)((double)nbytes / LINK_RATE));
-    return 0;
+    return add(stream, now_ns(), LINK_LATENCY + (int64_t)nbytes / LINK_RATE);
 }
 
-/* A kernel, whose own time is not simulated. */
-void sim_launch(void) { spend(LAUNCH); }
+void *sim_stream(void) { return calloc(1, sizeof(struct moment)); }
+void sim_move(int on) { moves = on; }
 
 const struct pf_driver sim_driver = {
     NULL, attach, sim_create, sim_destroy, sim_record, sim_wait, sim_query, sim_sync, sim_copy,
