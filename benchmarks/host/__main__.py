@@ -3,7 +3,7 @@
 pinfeed's CUDA device runs on a driver whose calls take the time of a real driver's calls, and whose
 copies take the time of a link. Run it from the root:
 
-    # two minutes
+    # two minutes, on two cores
     python -m benchmarks.host
     # one short round of some cells; saves nothing
     python -m benchmarks.host --quick --only "loader, two"

@@ -23,8 +23,8 @@ struct pf_driver {
     int (*copy)(void *to, const void *from, size_t nbytes, void *stream);
 };
 
-/* Nanoseconds of the host in a call. With these, loops take about the times that they took on the
- * host of one NVIDIA H200 (docs/benchmarks.md). */
+/* Nanoseconds of the host in a call. They were chosen to repeat the gaps between batches that were
+ * measured on the host of one NVIDIA H200; `benchmarks.gpu --parts prices` measures single calls. */
 enum { COPY = 4000, RECORD = 800, WAIT = 800, QUERY = 700, SYNC = 1000, CREATE = 2400, DESTROY = 2600 };
 
 /* The link: nanoseconds of a copy without bytes, and bytes in a nanosecond (GB/s). */
