@@ -1,0 +1,126 @@
+/* A driver of a GPU that does not exist, for measurements of the host's work.
+ *
+ * A call occupies its thread for the time of a real driver's call. A copy is done when a link would
+ * have moved its bytes, after the earlier work of its stream. So waits take as long as with such a
+ * link. Bytes move only after sim_move(1), at once, so that results can be compared. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* As in pinfeed/native/pinfeed.h. */
+struct pf_driver {
+    void *context;
+    int (*attach)(void *context);
+    int (*create)(void **event);
+    int (*destroy)(void *event);
+    int (*record)(void *event, void *stream);
+    int (*wait)(void *stream, void *event);
+    int (*query)(void *event);
+    int (*sync)(void *event);
+    int (*copy)(void *to, const void *from, size_t nbytes, void *stream);
+};
+
+/* Nanoseconds of the host in a call. They were chosen to repeat the gaps between batches that were
+ * measured on the host of one NVIDIA H200; `benchmarks.gpu --parts prices` measures single calls. */
+enum { COPY = 4000, RECORD = 800, WAIT = 800, QUERY = 700, SYNC = 1000, CREATE = 2400, DESTROY = 2600 };
+
+/* The link: nanoseconds of a copy without bytes, and bytes in a nanosecond (GB/s). */
+enum { LINK_LATENCY = 1500, LINK_RATE = 55 };
+
+/* When a stream has done its work so far, or has passed an event. NULL is the default stream. */
+struct moment {
+    _Atomic int64_t ns;
+};
+
+static struct moment default_stream;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int moves;
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void occupy(int64_t ns)
+{
+    const int64_t end = now_ns() + ns;
+    while (now_ns() < end) {
+    }
+}
+
+static struct moment *of(void *stream) { return stream ? stream : &default_stream; }
+
+/* Adds work to a stream that begins at `earliest` or after the stream's earlier work. */
+static int add(void *stream, int64_t earliest, int64_t ns)
+{
+    pthread_mutex_lock(&lock);
+    const int64_t done = of(stream)->ns;
+    of(stream)->ns = (done > earliest ? done : earliest) + ns;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+static int attach(void *context) { return context != NULL; }
+
+int sim_create(void **event)
+{
+    occupy(CREATE);
+    *event = calloc(1, sizeof(struct moment));
+    return *event == NULL;
+}
+
+int sim_destroy(void *event)
+{
+    occupy(DESTROY);
+    free(event);
+    return 0;
+}
+
+int sim_record(void *event, void *stream)
+{
+    occupy(RECORD);
+    ((struct moment *)event)->ns = of(stream)->ns;
+    return 0;
+}
+
+int sim_wait(void *stream, void *event)
+{
+    occupy(WAIT);
+    return add(stream, ((struct moment *)event)->ns, 0);
+}
+
+int sim_query(void *event)
+{
+    occupy(QUERY);
+    return ((struct moment *)event)->ns > now_ns() ? 600 : 0;
+}
+
+int sim_sync(void *event)
+{
+    occupy(SYNC);
+    const int64_t ns = ((struct moment *)event)->ns;
+    const struct timespec end = {ns / 1000000000, ns % 1000000000};
+    while (now_ns() < ns)
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &end, NULL);
+    return 0;
+}
+
+int sim_copy(void *to, const void *from, size_t nbytes, void *stream)
+{
+    occupy(COPY);
+    if (moves)
+        memcpy(to, from, nbytes);
+    return add(stream, now_ns(), LINK_LATENCY + (int64_t)nbytes / LINK_RATE);
+}
+
+void *sim_stream(void) { return calloc(1, sizeof(struct moment)); }
+void sim_move(int on) { moves = on; }
+
+const struct pf_driver sim_driver = {
+    NULL, attach, sim_create, sim_destroy, sim_record, sim_wait, sim_query, sim_sync, sim_copy,
+};
