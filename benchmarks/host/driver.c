@@ -4,24 +4,13 @@
  * have moved its bytes, after the earlier work of its stream. So waits take as long as with such a
  * link. Bytes move only after sim_move(1), at once, so that results can be compared. */
 #define _GNU_SOURCE
+#include "../../pinfeed/native/pinfeed.h"
+
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-/* As in pinfeed/native/pinfeed.h. */
-struct pf_driver {
-    void *context;
-    int (*attach)(void *context);
-    int (*create)(void **event);
-    int (*destroy)(void *event);
-    int (*record)(void *event, void *stream);
-    int (*wait)(void *stream, void *event);
-    int (*query)(void *event);
-    int (*sync)(void *event);
-    int (*copy)(void *to, const void *from, size_t nbytes, void *stream);
-};
 
 /* Nanoseconds of the host in a call. They were chosen to repeat the gaps between batches that were
  * measured on the host of one NVIDIA H200; `benchmarks.gpu --parts prices` measures single calls. */
@@ -65,10 +54,19 @@ static int add(void *stream, int64_t earliest, int64_t ns)
     return 0;
 }
 
-static int attach(void *context) { return context != NULL; }
+static int push(void *context) { return context != NULL; }
 
-int sim_create(void **event)
+static int pop(void **context)
 {
+    *context = NULL;
+    return 0;
+}
+
+static int exchange_capture_mode(int *mode) { return *mode != PF_CAPTURE_RELAXED; }
+
+int sim_create(void **event, unsigned flags)
+{
+    (void)flags;
     occupy(CREATE);
     *event = calloc(1, sizeof(struct moment));
     return *event == NULL;
@@ -88,8 +86,9 @@ int sim_record(void *event, void *stream)
     return 0;
 }
 
-int sim_wait(void *stream, void *event)
+int sim_wait(void *stream, void *event, unsigned flags)
 {
+    (void)flags;
     occupy(WAIT);
     return add(stream, ((struct moment *)event)->ns, 0);
 }
@@ -97,7 +96,7 @@ int sim_wait(void *stream, void *event)
 int sim_query(void *event)
 {
     occupy(QUERY);
-    return ((struct moment *)event)->ns > now_ns() ? 600 : 0;
+    return ((struct moment *)event)->ns > now_ns() ? PF_NOT_READY : 0;
 }
 
 int sim_sync(void *event)
@@ -122,5 +121,6 @@ void *sim_stream(void) { return calloc(1, sizeof(struct moment)); }
 void sim_move(int on) { moves = on; }
 
 const struct pf_driver sim_driver = {
-    NULL, attach, sim_create, sim_destroy, sim_record, sim_wait, sim_query, sim_sync, sim_copy,
+    NULL,       push,     pop,       exchange_capture_mode, sim_create, sim_destroy,
+    sim_record, sim_wait, sim_query, sim_sync,              sim_copy,
 };

@@ -11,11 +11,9 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -25,12 +23,13 @@ from unittest import mock
 
 import torch
 
-from pinfeed.devices import cuda
+from pinfeed.devices import cuda, cuda_driver
 from pinfeed.memory.pages import huge
+from pinfeed.native.driver import DriverTable
 
 _SOURCE = Path(__file__).with_name("driver.c")
 _FLAGS = "-std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread"
-_N_ARGUMENTS = {"create": 1, "destroy": 1, "record": 2, "wait": 2, "query": 1, "sync": 1, "copy": 4}
+_N_ARGUMENTS = {"create": 2, "destroy": 1, "record": 2, "wait": 3, "query": 1, "sync": 1, "copy": 4}
 
 
 class Driver(NamedTuple):
@@ -68,7 +67,7 @@ class Event:
         if self.cuda_event is None:
             # torch creates an event when it is recorded.
             handle = ctypes.c_void_p()
-            driver().held.create(ctypes.addressof(handle))
+            driver().held.create(ctypes.addressof(handle), 0)
             self.cuda_event = handle.value
         driver().released.record(self.cuda_event, (stream or current_stream()).cuda_stream)
 
@@ -85,7 +84,7 @@ class Event:
 
 class Stream:
     def __init__(self, device: Any = None, priority: int = 0, *, handle: int | None = None) -> None:
-        self.device = device
+        self.device = torch.device("cuda", 0)
         self.cuda_stream: int = driver().held.sim_stream() if handle is None else handle
 
     def __eq__(self, other: object) -> bool:
@@ -95,7 +94,7 @@ class Stream:
         return self.cuda_stream
 
     def wait_event(self, event: Event) -> None:
-        driver().released.wait(self.cuda_stream, event.cuda_event)
+        driver().released.wait(self.cuda_stream, event.cuda_event, 0)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -139,9 +138,9 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
-def driver_table(index: int) -> int:
-    """Return the address of the driver's ``struct pf_driver``."""
-    return ctypes.addressof(ctypes.c_char.in_dll(driver().held, "sim_driver"))
+def driver_table(index: int) -> DriverTable:
+    """Return the calls of the driver."""
+    return DriverTable.in_dll(driver().held, "sim_driver")
 
 
 _CUDA = {
@@ -168,9 +167,6 @@ def simulated_gpu(*, moves: bool) -> Iterator[cuda.CudaDevice]:
     Args:
         moves: Whether copies move bytes.
     """
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("pinfeed.native.driver")
-    modules = [one for name, one in sys.modules.items() if name.startswith("pinfeed.")]
     driver().held.sim_move(moves)
     with contextlib.ExitStack() as stack:
         for patch in (
@@ -180,13 +176,11 @@ def simulated_gpu(*, moves: bool) -> Iterator[cuda.CudaDevice]:
                 torch._C, create=True, _cuda_getCurrentRawStream=current_raw_stream
             ),
             mock.patch.object(cuda, "staging_memory", lambda _, nbytes: huge(max(1, nbytes))),
-            *(
-                mock.patch.object(module, "driver_table", driver_table)
-                for module in modules
-                if hasattr(module, "driver_table")
-            ),
+            mock.patch.object(cuda_driver, "driver_table", driver_table),
         ):
             stack.enter_context(patch)
+        cuda_driver.cuda_driver.cache_clear()
+        stack.callback(cuda_driver.cuda_driver.cache_clear)
         device = stack.enter_context(contextlib.closing(cuda.CudaDevice(0)))
         # The device creates its tensors on this device, and recognizes them by it.
         device._device = torch.device("cpu")

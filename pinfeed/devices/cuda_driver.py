@@ -1,4 +1,4 @@
-"""CudaDriver: calls of the driver of a GPU, without torch around them; CudaEvent: one of its events.
+"""CudaDriver: calls of the driver of a GPU, without torch around them; CudaEvent: an event of it.
 
 torch lets go of the interpreter's lock in each call that records an event, waits for it or frees
 it, and another thread takes the lock. These calls keep it, except where a thread sleeps.

@@ -1,7 +1,8 @@
 """A model of engine.c: every order of the steps of its threads, for a few small jobs.
 
-Each step is one atomic operation of engine.c, in the order in which the C code makes them. The model
-has two places, so that a place is used again while a slow thread still looks at its earlier job.
+Each step is one atomic operation of engine.c, in the order in which the C code makes them. The
+model has two places, so that a place is used again while a slow thread still looks at its earlier
+job.
 
 Every order ends with all pieces copied, because no order comes back to an earlier state, and none
 leaves a thread asleep. The loop needs no thread for that, also if it never rings for one.
