@@ -161,7 +161,7 @@ class Loader:
         self._is_pinned = is_pinned
         self._batches = [[torch.rand(nbytes // 4) for _ in range(n_tensors)] for _ in range(8)]
         for tensor in itertools.chain.from_iterable(self._batches):
-            tensor.is_pinned = lambda: is_pinned  # type: ignore[method-assign]
+            tensor.is_pinned = lambda: is_pinned
 
     def expected(self, device: Any, n: int) -> Iterator[Tensors]:
         return itertools.islice(itertools.cycle(self._batches), n)
