@@ -101,6 +101,13 @@ class HostDevice:
     def empty(self, nbytes: int, stream: Any) -> Bytes:
         return self._pool.take(nbytes)
 
+    def empty_parts(self, layout: Any, stream: Any) -> tuple[int, Sequence[torch.Tensor]]:
+        buffer = self.empty(max(1, layout.nbytes), stream)
+        return buffer.ctypes.data, [
+            self.tensor(buffer, part.shape, part.dtype, offset)
+            for part, offset in zip(layout.parts, layout.offsets, strict=True)
+        ]
+
     def tensor(
         self, buffer: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> torch.Tensor:
@@ -115,9 +122,6 @@ class HostDevice:
     def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
         ends = list(itertools.accumulate(sizes))
         return [self.cut(tensor, end - n, end) for n, end in zip(sizes, ends, strict=True)]
-
-    def address(self, buffer: Bytes) -> int:
-        return buffer.ctypes.data
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._pool.take(nbytes)

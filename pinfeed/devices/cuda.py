@@ -126,6 +126,22 @@ class CudaDevice(DirectAccess):
         with queued_in(stream.raw):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    def empty_parts(self, layout: Any, stream: Any) -> tuple[int, Sequence[torch.Tensor]]:
+        # Each call of torch takes 1 to 2 us, so they are few.
+        parts = layout.parts
+        if len(parts) == 1:
+            ((shape, dtype),) = parts
+            tensor = torch.empty(shape, dtype=TORCH[dtype], device=self._device)
+            return tensor.data_ptr(), (tensor,)
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        address = buffer.data_ptr()
+        # As in ``split``, these are no views for autograd.
+        pieces = torch.unsafe_split_with_sizes(buffer, layout.sizes)[::2]
+        return address, [
+            piece.view(TORCH[dtype]).view(shape)
+            for piece, (shape, dtype) in zip(pieces, parts, strict=True)
+        ]
+
     def tensor(
         self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> torch.Tensor:
@@ -143,9 +159,6 @@ class CudaDevice(DirectAccess):
     def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
         # For the same reason as in ``cut``, these are no views for autograd.
         return torch.unsafe_split_with_sizes(tensor, sizes)
-
-    def address(self, buffer: torch.Tensor) -> int:
-        return buffer.data_ptr()
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._staging.take(nbytes)

@@ -50,10 +50,13 @@ class CudaDriver:
 
     def record(self, stream: int) -> CudaEvent:
         """Return an event after all work of a stream so far."""
-        event = self._spare.pop() if self._spare else self._new_event()
-        found = CudaEvent(self, event)
-        self._check(self._library.record_event(_pack_3(self.address, event, stream)))
-        return found
+        event = self.event()
+        self._check(self._library.record_event(_pack_3(self.address, event.handle, stream)))
+        return event
+
+    def event(self) -> CudaEvent:
+        """Return an event for the caller to record."""
+        return CudaEvent(self, self._spare.pop() if self._spare else self._new_event())
 
     def wait(self, stream: int, event: int) -> None:
         """Make later work of a stream wait for the event with a handle."""

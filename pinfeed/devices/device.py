@@ -136,6 +136,18 @@ class Device(Protocol):
         """Return memory for work in ``stream``; after it is freed, only this stream reuses it."""
         ...
 
+    def empty_parts(self, layout: Any, stream: Any) -> tuple[int, Sequence[Tensor]]:
+        """Return tensors in memory for work in the consumer thread's current stream.
+
+        Args:
+            layout: A ``RowLayout`` with the shape, dtype and offset of each tensor.
+            stream: The current stream of the calling thread.
+
+        Returns:
+            Address of the memory, for the driver, and the tensors, which keep it alive.
+        """
+        ...
+
     def tensor(
         self, buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> Tensor:
@@ -160,10 +172,6 @@ class Device(Protocol):
             tensor: The tensor.
             sizes: Number of rows of each result; all rows together.
         """
-        ...
-
-    def address(self, buffer: Buffer) -> int:
-        """Return the address of a buffer, for the driver."""
         ...
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -189,6 +189,29 @@ PF_API int64_t pf_api_copy_queued(const int64_t *a)
     return error;
 }
 
+/* Arguments: those of struct pf_move, in order, without `from`, and then where each part is. Returns
+ * as pf_move does. */
+PF_API int64_t pf_api_move(const int64_t *a)
+{
+    const struct pf_move move = {
+        pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]), pointer(a[4]), pointer(a[5]),
+        pointer(a[6]), pointer(a[7]), a[8],          a[9],          (const char *const *)(a + 10)};
+    return pf_move(&move);
+}
+
+/* Arguments: driver, stream of the loop, event before the copies, event after them. Returns whether
+ * the GPU was idle, or the negative error. */
+PF_API int64_t pf_api_receive(const int64_t *a)
+{
+    const struct pf_move move = {.driver = pointer(a[0]),
+                                 .compute = pointer(a[1]),
+                                 .released = pointer(a[2]),
+                                 .copied = pointer(a[3])};
+    int is_idle = 0;
+    const int error = pf_receive(&move, &is_idle);
+    return error ? -error : is_idle;
+}
+
 /* Argument: 1 if a file was mapped, -1 if one was unmapped. */
 PF_API int64_t pf_api_guard_count(const int64_t *a)
 {

@@ -111,8 +111,7 @@ enum { OPEN, CLOSED, OPENING };
 struct slot {
     char *staging;
     void *released; /* after the work that may still use an earlier tensor in the job's memory */
-    void *copied;   /* after the copies of the last job */
-    int is_copied;  /* whether `copied` was recorded */
+    void *copied;   /* after the copies of the last job; an event without a record has passed */
 };
 
 struct job {
@@ -283,7 +282,6 @@ static int send_job(const struct pf_engine *engine, struct job *job)
     if (!is_whole)
         return 0;
     note(&job->error, driver->record(slot->copied, engine->side));
-    slot->is_copied = 1;
     end_job(engine, job);
     return 1;
 }
@@ -538,7 +536,7 @@ static int prepare_copies(struct pf_engine *engine, struct job *job, char *devic
         atomic_store_explicit(&job->done[i], 0, memory_order_relaxed);
     enter(engine);
     note(&job->error, driver->record(slot->released, compute));
-    const int is_closed = slot->is_copied && driver->query(slot->copied);
+    const int is_closed = driver->query(slot->copied) != 0;
     leave(engine);
     return is_closed;
 }

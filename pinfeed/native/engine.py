@@ -31,12 +31,25 @@ class Result(ctypes.Structure):
     )
 
 
+class DriverEvent(Protocol):
+    """Event of a driver; the driver uses it again when nothing refers to it."""
+
+    handle: int
+
+    def sync(self) -> None:
+        """Block the calling thread until the last record has passed."""
+
+
 class Driver(Protocol):
     """The driver of one device, and how its errors are raised."""
 
     @property
     def address(self) -> int:
         """Address of a ``pf_driver`` of pinfeed.h."""
+        ...
+
+    def event(self) -> DriverEvent:
+        """Return an event for the caller to record."""
         ...
 
     def start(self, engine: Engine, n_threads: int) -> None:

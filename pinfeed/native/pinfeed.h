@@ -3,6 +3,7 @@
  * copy.c     copies rows from one place in memory to another
  * guard.c    survives pages that cannot be loaded while rows are copied
  * engine.c   threads that gather the rows of the next batches, and move them to a GPU
+ * move.c     batches that the loop's thread has, on their way to a GPU
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
  * distinct.c distinct row indices
@@ -161,6 +162,38 @@ void pf_engine_stop(struct pf_engine *engine);
 
 /* Frees an engine without threads: a stopped one, or one of which this process is a fork. */
 void pf_engine_free(struct pf_engine *engine, int is_forked);
+
+/* move.c */
+
+struct pf_part {
+    int64_t offset; /* in staging memory and on the GPU */
+    int64_t nbytes;
+};
+
+/* A batch, or the part of it that `pf_receive` needs. */
+struct pf_move {
+    const struct pf_driver *driver;
+    void *side;     /* stream of the copies */
+    void *compute;  /* stream of the loop */
+    void *released; /* event after the work that may still use the memory of the GPU */
+    void *copied;   /* event after the copies */
+    char *staging;    /* page-locked memory of the slot */
+    char *device;     /* memory of the GPU */
+    const struct pf_part *parts;
+    int64_t n_staged; /* number of first parts that are staged */
+    int64_t n;        /* number of parts */
+    const char *const *from; /* where each part is */
+};
+
+/* Queues the copies of a batch. The caller keeps page-locked parts until `copied` has passed.
+ * Returns 0, an error of the driver, or PF_NOT_READY if the last copies from the slot's staging
+ * memory are not done, after which nothing was done. */
+int pf_move(const struct pf_move *move);
+
+/* Makes later work of `compute` see the batch. Returns 0 or an error of the driver.
+ *
+ * is_idle: receives whether the GPU had done all work queued before the event `released` */
+int pf_receive(const struct pf_move *move, int *is_idle);
 
 /* shuffle.c */
 

@@ -57,19 +57,14 @@ class DeviceRows:
         """Allocate the memory of a job (consumer)."""
         compute = self.device.current_stream()
         slot.compute = compute
-        buffer = self.device.empty(layout.nbytes, compute)
-        wholes = [
-            self.device.tensor(buffer, shape, dtype, offset)
-            for (shape, dtype), offset in zip(layout.parts, layout.offsets, strict=True)
-        ]
+        address, wholes = self.device.empty_parts(layout, compute)
         if len(batch.batches) == 1:
-            tensors = deque([wholes])
+            tensors = deque([list(wholes)])
         else:
             sizes = [n for n, _ in batch.batches]
             cut = [self.device.split(whole, sizes) for whole in wholes]
             tensors = deque(map(list, zip(*cut, strict=True)))
-        address = self.device.address(buffer)
-        return JobMemory(tensors, layout.offsets, buffer, address, compute.handle)
+        return JobMemory(tensors, layout.offsets, wholes, address, compute.handle)
 
     def stream_handle(self) -> int:
         """Return the handle of the consumer's current stream."""

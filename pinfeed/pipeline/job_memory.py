@@ -27,8 +27,23 @@ class RowLayout(NamedTuple):
     """First byte of each part in the memory of the job."""
     nbytes: int
     """Bytes of this memory."""
+    sizes: Sequence[int]
+    """Bytes of each part, each followed by those of the gap after it."""
     nbytes_of_rows: int
     """Bytes of all parts, without the gaps between them."""
+
+    @classmethod
+    def of(cls, parts: Sequence[BatchPart]) -> RowLayout:
+        """Return the layout of parts one after the other."""
+        offsets = []
+        sizes = []
+        end = 0
+        for shape, dtype in parts:
+            nbytes = math.prod(shape) * dtype.itemsize
+            offsets.append(end)
+            sizes += [nbytes, aligned(nbytes) - nbytes]
+            end += aligned(nbytes)
+        return cls(parts, offsets, end, sizes, sum(sizes[::2]))
 
 
 class JobMemory(NamedTuple):
@@ -53,13 +68,4 @@ def row_layout(row_types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], n: in
         row_types: Shape and dtype of a row of each source.
         n: Number of rows.
     """
-    parts = []
-    offsets = []
-    end = total = 0
-    for shape, dtype in row_types:
-        nbytes = n * math.prod(shape) * dtype.itemsize
-        parts.append(BatchPart((n, *shape), dtype))
-        offsets.append(end)
-        end += aligned(nbytes)
-        total += nbytes
-    return RowLayout(parts, offsets, end, total)
+    return RowLayout.of([BatchPart((n, *shape), dtype) for shape, dtype in row_types])

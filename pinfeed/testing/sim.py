@@ -160,6 +160,13 @@ class SimDevice:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return SimMemory(block, nbytes, stream)
 
+    def empty_parts(self, layout: Any, stream: SimStream) -> tuple[int, list[DeviceArray]]:
+        buffer = self.empty(layout.nbytes, stream)
+        return buffer.contents.ctypes.data, [
+            self.tensor(buffer, part.shape, part.dtype, offset)
+            for part, offset in zip(layout.parts, layout.offsets, strict=True)
+        ]
+
     def tensor(
         self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> DeviceArray:
@@ -171,9 +178,6 @@ class SimDevice:
     def split(self, tensor: DeviceArray, sizes: Sequence[int]) -> list[DeviceArray]:
         ends = list(itertools.accumulate(sizes))
         return [self.cut(tensor, end - n, end) for n, end in zip(sizes, ends, strict=True)]
-
-    def address(self, buffer: SimMemory) -> int:
-        return buffer.contents.ctypes.data
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         array = np.full(nbytes, _POISON, np.uint8)

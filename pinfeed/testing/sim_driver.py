@@ -61,9 +61,13 @@ class SimDriver:
         self.is_blocking = False
         """Whether the host waits for an event."""
 
+    def event(self) -> SimDriverEvent:
+        """Return an event for the caller to record."""
+        return SimDriverEvent(self, self._new_handle())
+
     def start(self, engine: Engine, n_threads: int) -> None:
         """Let the adversary gather pieces, if the engine has threads."""
-        self._slot_events = set(self._events)
+        self._slot_events |= set(self._events)
         if n_threads:
             self._device._actors["engine"] = SimEngineThread(self, engine)
 
@@ -77,7 +81,8 @@ class SimDriver:
 
         def guarded(*arguments: Any) -> int:
             try:
-                return call(*arguments)
+                # A handle of 0 is None.
+                return call(*(argument or 0 for argument in arguments))
             except BaseException as error:
                 self._error = error
                 return _FAILED
@@ -95,8 +100,7 @@ class SimDriver:
         return 0
 
     def _create(self, out: Any, flags: int) -> int:
-        out[0] = handle = next(self._handles)
-        self._events[handle] = None
+        out[0] = self._new_handle()
         return 0
 
     def _destroy(self, event: int) -> int:
@@ -147,6 +151,11 @@ class SimDriver:
         self._stream(stream)._enqueue(run)
         return 0
 
+    def _new_handle(self) -> int:
+        handle = next(self._handles)
+        self._events[handle] = None
+        return handle
+
     def _stream(self, handle: int) -> SimStream:
         actors = self._device._actors.values()
         return next(one for one in actors if isinstance(one, SimStream) and one.handle == handle)
@@ -156,6 +165,24 @@ class SimDriver:
         site = ("engine.c", hazard)
         self._device.sites.add(site)
         return site == self._device._deaf_to
+
+
+class SimDriverEvent:
+    """Event of a SimDriver.
+
+    Args:
+        driver: The driver.
+        handle: Handle of the event.
+    """
+
+    def __init__(self, driver: SimDriver, handle: int) -> None:
+        self.handle = handle
+        self._driver = driver
+        driver._slot_events.add(handle)
+
+    def sync(self) -> None:
+        if self._driver._sync(self.handle):
+            self._driver.raise_error(_FAILED)
 
 
 class SimEngineThread:

@@ -1,0 +1,175 @@
+"""DeviceBatches: moves batches that the loop's thread has, such as those of a loader, to a device.
+
+No thread is needed: the device is asynchronous, so the loop takes the next batch after its training
+step was queued. ``pinfeed/native/move.c`` shows the protocol of streams and events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pinfeed.devices.device import Device, Stream, Tensor
+from pinfeed.native.engine import Driver, DriverEvent
+from pinfeed.native.library import library, packing
+from pinfeed.pipeline.loader_layout import LoaderLayout
+from pinfeed.pipeline.part_memory import WHOLE, known_nbytes
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.slot import DeviceSlot
+from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
+from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.transfer import Transfer
+
+_pack_receive = packing(4)
+_NOT_READY = 600
+# Other Python threads run while more bytes are staged.
+_BRIEF_NBYTES = 1 << 20
+
+
+class MovedBatch(NamedTuple):
+    """A batch that is on its way to the device."""
+
+    data: Any
+    """The batch in the user's structure."""
+    n_rows: int
+    """Number of samples."""
+    nbytes: int
+    """Known bytes."""
+    at: int
+    """Number of its slot."""
+    stream: Stream
+    """Stream for which its memory was allocated."""
+    state: Any
+    """State of the loader after the batch."""
+
+
+class DeviceBatches:
+    """Moves the batches of one loop at a time to a device, without threads.
+
+    Args:
+        transfer: Mover of the feeder, with the stream of the copies and the slots.
+        driver: Driver of the device.
+    """
+
+    def __init__(self, transfer: Transfer, driver: Driver) -> None:
+        found = library()
+        assert found is not None
+        self._library = found
+        self._transfer = transfer
+        self._driver = driver
+        self._side = transfer.read_stream.handle
+        self.device: Device = transfer.device
+        self.counters = transfer.counters
+        self._layout: LoaderLayout | None = None
+        self._n_moved = 0
+        self._slots: Sequence[DeviceSlot] = ()
+        # For each slot the events ``released`` and ``copied``.
+        self._events: list[tuple[DriverEvent, DriverEvent]] = []
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether another thread ends the loop."""
+        return self._transfer.is_stopping
+
+    def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
+        """Begin a loop, and return the slots that it uses."""
+        self._slots = self._transfer.begin(schedule)
+        self._events = [(self._driver.event(), self._driver.event()) for _ in self._slots]
+        return self._slots
+
+    def move(self, batch: Any, state: Any) -> MovedBatch:
+        """Queue the copies of a batch to the device.
+
+        Args:
+            batch: The loader's batch.
+            state: State of the loader after the batch.
+        """
+        from pinfeed.tensors.loader_tensors import plain_tensors, same_structure
+
+        at = self._n_moved % len(self._slots)
+        self._n_moved += 1
+        compute = self.device.current_stream()
+        tensors = plain_tensors(batch)
+        if tensors is None:
+            return self._move_any(at, host_batch_of(batch), compute, state)
+        moved, nbytes = self._move(at, tensors, compute)
+        n_rows = next((len(tensor) for tensor in tensors if tensor.ndim), 1)
+        self._slots[at].sources = [batch]
+        self._slots[at].tensors = list(moved)
+        return MovedBatch(same_structure(batch, moved), n_rows, nbytes, at, compute, state)
+
+    def receive(self, moved: MovedBatch) -> bool:
+        """Make later work of the loop see a batch, and return whether the device is idle."""
+        compute = self.device.current_stream()
+        slot = self._slots[moved.at]
+        if compute != moved.stream:
+            for tensor in slot.tensors:
+                self.device.share(tensor, compute)
+        slot.tensors = []
+        released, copied = self._events[moved.at]
+        request = (self._driver.address, compute.handle, released.handle, copied.handle)
+        is_idle = self._library.receive(_pack_receive(*request))
+        if is_idle < 0:
+            self._driver.raise_error(-is_idle)
+        return bool(is_idle)
+
+    def _move(
+        self, at: int, tensors: Sequence[Any], compute: Stream
+    ) -> tuple[Sequence[Tensor], int]:
+        """Queue the copies of dense tensors; return them on the device, and their bytes."""
+        layout = self._layout
+        if layout is None or not layout.fits(tensors):
+            self._layout = layout = LoaderLayout(tensors, self._is_reached)
+        released, copied = self._events[at]
+        staging = 0
+        if layout.staged_nbytes:
+            slot = self._slots[at]
+            if len(slot.staging.get(WHOLE, ())) < layout.staged_nbytes:
+                copied.sync()  # (1) larger memory replaces the one from which copies may still read
+            memory = self._transfer.staging_of(slot, layout.staged_nbytes)
+            staging = memory.__array_interface__["data"][0]
+        address, found = self.device.empty_parts(layout.memory, compute)
+        request = packing(10 + len(tensors))(
+            self._driver.address,
+            self._side,
+            compute.handle,
+            released.handle,
+            copied.handle,
+            staging,
+            address,
+            layout.table.__array_interface__["data"][0],
+            layout.n_staged,
+            len(tensors),
+            *layout.sources(tensors),
+        )
+        is_brief = layout.staged_nbytes <= _BRIEF_NBYTES
+        queue = self._library.move_small if is_brief else self._library.move
+        code = queue(request)
+        if code == _NOT_READY:
+            copied.sync()  # (1)
+            code = queue(request)
+        if code:
+            self._driver.raise_error(code)
+        return layout.in_batch_order(found), layout.memory.nbytes_of_rows
+
+    def _move_any(self, at: int, batch: HostBatch, compute: Stream, state: Any) -> MovedBatch:
+        """Queue the copies of a batch of any structure."""
+        values = [self.device.adopt(part, compute) for part in batch.parts]
+        tensors = [
+            part.host_value  # type: ignore[attr-defined]  # a HostLeaf
+            for part, value in zip(batch.parts, values, strict=True)
+            if value is None
+        ]
+        nbytes = sum(known_nbytes(value) for value in values if value is not None)
+        moved: Sequence[Tensor] = ()
+        if tensors:
+            moved, n = self._move(at, tensors, compute)
+            nbytes += n
+        left = iter(moved)
+        values = [next(left) if value is None else value for value in values]
+        self._slots[at].sources = tensors
+        self._slots[at].tensors = values
+        return MovedBatch(batch.data(values), batch.batches[0][0], nbytes, at, compute, state)
+
+    def _is_reached(self, tensor: Any) -> bool:
+        return self.device.reaches(HostLeaf(tensor))
