@@ -38,12 +38,14 @@ from pinfeed.pipeline.filler import Filler, TransformingFiller
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
 from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
+from pinfeed.pipeline.loader_loop import LoaderLoop
 from pinfeed.pipeline.loop_threads import call_named
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetch_loop import PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.loader_source import LoaderSource
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
@@ -86,6 +88,8 @@ def make_loop(
             return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not (may_have_crew and source.may_be_in_memory)
+    if _passes_batches(mover, source, schedule, transforms):
+        return _loader_loop(mover, source, position, schedule)
     parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
 
@@ -249,6 +253,33 @@ def _crew_loop(
     # To draw consecutive rows takes less time than to take them from another thread.
     draws_ahead = type(batches.order) is not Sequential
     return CrewLoop(parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead)
+
+
+def _loader_loop(
+    mover: HostTransfer, source: LoaderSource, position: EpochPosition, schedule: PrefetchSchedule
+) -> LoaderLoop:
+    """Return a loop that passes the batches of a loader on."""
+    parts = LoopParts(
+        mover=mover,
+        first=position.batch,
+        schedule=schedule,
+        lend=mover.lend,
+        stop=functools.partial(_stop, source, mover.stop),
+        close=source.rewind,
+        quiesce=mover.quiesce,
+    )
+    return LoaderLoop(parts, source, source.own_batches(position.epoch, position.batch))
+
+
+def _passes_batches(mover, source, schedule, transforms) -> bool:
+    return (
+        mover.device.name == "cpu"
+        and isinstance(source, LoaderSource)
+        and source.is_plain
+        and not schedule.depth
+        and not transforms
+        and mover.counters.timeline is None
+    )
 
 
 def _draws(

@@ -76,6 +76,29 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
+def size_of_tensors(batch: Any) -> tuple[int, int] | None:
+    """Return the samples and bytes of a CPU tensor, or of a list, tuple or dict of CPU tensors.
+
+    The number of samples is the length of the first tensor that has one, or 1. The result is None
+    for any other batch, such as one with sparse tensors or subclasses of tensors.
+    """
+    kind = type(batch)
+    if kind is torch.Tensor:
+        batch = (batch,)
+    elif kind is dict:
+        batch = batch.values()
+    elif kind is not list and kind is not tuple:
+        return None
+    n_samples = nbytes = 0
+    for value in batch:
+        if type(value) is not torch.Tensor or not value.is_cpu or value.layout is not torch.strided:
+            return None
+        nbytes += value.nbytes
+        if not n_samples and (shape := value.shape):
+            n_samples = shape[0]
+    return n_samples or 1, nbytes
+
+
 def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return an array on the memory of a dense CPU tensor without a gradient, unchecked."""
     if tensor.dtype is torch.bfloat16:

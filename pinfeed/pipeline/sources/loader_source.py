@@ -174,6 +174,10 @@ class LoaderSource(Source):
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of the epoch that was begun last, one per thunk."""
+        return self._draws(self.own_batches(number, start))
+
+    def own_batches(self, number: int, start: int) -> Iterator[Any]:
+        """Return the loader's batches of the epoch that was begun last; see ``epoch``."""
         batches = self._begun
         self._begun = None
         assert batches is not None
@@ -182,7 +186,17 @@ class LoaderSource(Source):
         if self._n_ahead_of_step:
             batches = self._running = self._watched(batches, start)
             self._n_ahead_outside = 0
-        return self._draws(batches)
+        return batches
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loop receives the loader's own batches, and ends with their first error."""
+        is_changed = self.fetch is not None or self.host_transform is not None
+        return type(self) in (LoaderSource, StatefulSource) and not (is_changed or self.keeps_errors)
+
+    def state(self) -> Any:
+        """Return the state of the loader, which only a StatefulSource has."""
+        return None
 
     def stop(self) -> None:
         if self._running is not None:
