@@ -3,6 +3,7 @@
 | a loop that ... | has |
 |---|---|
 | reads rows in memory, on the CPU | a crew of native threads, and a mover that allocates |
+| passes on a loader's batches, on the CPU | only the loader's iterator |
 | reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
 | writes rows back, or has caches | also a writer and its queue |
@@ -37,8 +38,8 @@ from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.filler import Filler, TransformingFiller
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
-from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.loader_loop import LoaderLoop
+from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.loop_threads import call_named
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
@@ -88,8 +89,11 @@ def make_loop(
             return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not (may_have_crew and source.may_be_in_memory)
-    if _passes_batches(mover, source, schedule, transforms):
-        return _loader_loop(mover, source, position, schedule)
+    if isinstance(mover, HostTransfer) and isinstance(source, LoaderSource) and not transforms:
+        # Tensors on the CPU are already on a device of this name.
+        stays = mover.device.name == "cpu" and source.is_plain and mover.counters.timeline is None
+        if stays and not schedule.depth:
+            return _loader_loop(mover, source, position, schedule)
     parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
 
@@ -129,12 +133,10 @@ def _fill_parts(
         lend = functools.partial(_lend_transformed, mover.counters, lend)
     parts = FillParts(
         mover=mover,
-        draws=draws,
         close=functools.partial(_close, source, opened),
         first=first,
         schedule=schedule,
         fill=filler.fill,
-        context=filler.context,
         lend=lend,
         stop=functools.partial(_stop, source, filler.stop),
         quiesce=moves.quiesce,
@@ -144,6 +146,10 @@ def _fill_parts(
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
+    if transforms:
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
+
+        parts.context = modes_of_a_new_thread
     _fill_by(parts, filler, transforms, first)
     if mover.counters.timeline is not None and not mover.device.unified:
         _name_calls_of_loop(parts)
@@ -269,17 +275,6 @@ def _loader_loop(
         quiesce=mover.quiesce,
     )
     return LoaderLoop(parts, source, source.own_batches(position.epoch, position.batch))
-
-
-def _passes_batches(mover, source, schedule, transforms) -> bool:
-    return (
-        mover.device.name == "cpu"
-        and isinstance(source, LoaderSource)
-        and source.is_plain
-        and not schedule.depth
-        and not transforms
-        and mover.counters.timeline is None
-    )
 
 
 def _draws(

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any
 
-from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.loop import Loop, LoopParts
-from pinfeed.pipeline.slot import Slot
+from pinfeed.errors import ClosedError
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop import CLOSED_WHILE_WAITING, Loop, LoopParts
+from pinfeed.pipeline.part_memory import known_nbytes
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.loader_source import END, LoaderSource, next_batch
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch
+from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource, is_end
+from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
+from pinfeed.threads.exit import exit_hook
+
+
+class PassedBatch(LentBatch):
+    """The batch of a loader that a loop has received without a copy.
+
+    Args:
+        number: Number of the batch in its epoch.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.checksum = 0
+        self.state: Any = None
+        self.data: list[Any] = []
+        """The batch in the user's structure, until it is taken."""
+        self.take = self.data.pop  # type: ignore[method-assign]
 
 
 class LoaderLoop(Loop):
     """A loop without threads over a loader, whose batches stay on the CPU.
 
-    A batch of CPU tensors is the loader's own object, and takes the short way: every function that
-    the loop calls between two training steps is no longer in the caches of the processor.
+    It makes few calls, because a training step drops them from the caches of the processor.
 
     Args:
         parts: Mover and functions of the loop.
@@ -27,41 +45,56 @@ class LoaderLoop(Loop):
 
     def __init__(self, parts: LoopParts, source: LoaderSource, batches: Iterator[Any]) -> None:
         # The import is local, because the pipeline is loaded without torch.
-        from pinfeed.tensors.numpy_torch import size_of_tensors
+        from pinfeed.tensors.numpy_torch import passed_on
 
         super().__init__(parts)
-        self._transfer = cast("HostTransfer", parts.mover)
-        self._state = source.state
+        self._state = source.state if isinstance(source, StatefulSource) else None
         self._batches = batches
-        self._size_of = size_of_tensors
+        self._passed_on = passed_on
 
-    def _slots(self) -> Callable[[], Slot | None]:
-        return self._next
-
-    def _next(self) -> Slot | None:
-        """Return the only slot with the loader's next batch, or None after the last one."""
-        if self._transfer.is_stopping:
-            raise Cancelled
-        batch = next_batch(self._batches)
-        if batch is END:
-            return None
-        state = self._state()
+    def batches(self) -> Generator[LentBatch, None, None]:
+        """Yield the batches in order, for the training steps."""
         counters = self._counters
-        slot = self._free[0]
-        slot.source_done_s = slot.ready_s = counters.now()
-        slot.source_s = slot.read_s = slot.ready_s - counters.requested_s
-        number = self._n_requested - 1
-        size = self._size_of(batch)
-        if size is None:
-            # Other values are moved, or belong to a nested structure.
-            slot = self._transfer.fill(slot, host_batch_of(batch), number)
-        else:
-            slot.number = number
-            slot.nbytes = size[1]
-            slot.batch = HostBatch((), next, ((size[0], 0),))
-            slot.batch_tensors.append([batch])
-        slot.batch.state = state
-        return slot
+        counts = counters.counts
+        mover: Any = self._parts.mover
+        threads = self.threads
+        lent_batch = PassedBatch(self._parts.first)
+        self.consumer = threading.get_ident()
+        exit_hook.loops.add(self._reference)
+        try:
+            while not mover.is_stopping:
+                try:
+                    batch = next(self._batches)
+                except ENDS_SILENTLY as error:
+                    if isinstance(error, StopIteration) and is_end(error):
+                        return
+                    raise_if_silent(error)
+                    raise
+                if self._state is not None:
+                    lent_batch.state = self._state()
+                batch, n_rows, nbytes = self._passed_on(batch) or self._moved(batch)
+                ready_s = counters.now()
+                source_s = ready_s - counters.requested_s
+                counts.read_s += source_s
+                counts.source_s += source_s
+                counters.receive(lent_batch.number, n_rows, nbytes, ready_s, idle=True)
+                lent_batch.data.append(batch)
+                del batch
+                yield lent_batch
+                lent_batch.number += 1
+                self._n_requested += 1
+                if threads.has_ended or threads.n_forks != exit_hook.n_forks:
+                    threads.require_running()
+            raise ClosedError(CLOSED_WHILE_WAITING)
+        finally:
+            self._leave()
+
+    def _moved(self, batch: Any) -> tuple[Any, int, int]:
+        """Return a batch with all its values on the CPU, its samples, and the known bytes."""
+        host_batch = host_batch_of(batch)
+        device = self._parts.mover.device
+        values = [device.adopt(part, None) for part in host_batch.parts]
+        return host_batch.data(values), host_batch.batches[0][0], sum(map(known_nbytes, values))
 
     def _forget_slots(self) -> None:
         super()._forget_slots()

@@ -76,27 +76,33 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def size_of_tensors(batch: Any) -> tuple[int, int] | None:
-    """Return the samples and bytes of a CPU tensor, or of a list, tuple or dict of CPU tensors.
+def passed_on(batch: Any) -> tuple[Any, int, int] | None:
+    """Return a batch of dense CPU tensors with these tensors, its samples and its bytes.
 
-    The number of samples is the length of the first tensor that has one, or 1. The result is None
-    for any other batch, such as one with sparse tensors or subclasses of tensors.
+    The batch is a tensor, or a new list, tuple or dict of tensors. The number of samples is the
+    length of the first tensor that has one, or 1. The result is None for any other batch, such as
+    one of sparse tensors, of subclasses of tensors, or of nested structures.
     """
     kind = type(batch)
-    if kind is torch.Tensor:
-        batch = (batch,)
-    elif kind is dict:
-        batch = batch.values()
-    elif kind is not list and kind is not tuple:
+    values = (batch,)
+    if kind is dict:
+        batch = dict(batch)
+        values = batch.values()
+    elif kind is list or kind is tuple:
+        batch = values = kind(batch)
+    n_samples = None
+    nbytes = 0
+    try:
+        for value in values:
+            if type(value) is not torch.Tensor or not value.is_cpu:
+                return None
+            nbytes += value.nbytes
+            if n_samples is None and (shape := value.shape):
+                n_samples = shape[0]
+    except RuntimeError:
+        # Sparse and nested tensors raise it.
         return None
-    n_samples = nbytes = 0
-    for value in batch:
-        if type(value) is not torch.Tensor or not value.is_cpu or value.layout is not torch.strided:
-            return None
-        nbytes += value.nbytes
-        if not n_samples and (shape := value.shape):
-            n_samples = shape[0]
-    return n_samples or 1, nbytes
+    return batch, 1 if n_samples is None else n_samples, nbytes
 
 
 def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

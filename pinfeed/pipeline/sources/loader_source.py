@@ -190,13 +190,9 @@ class LoaderSource(Source):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the loop receives the loader's own batches, and ends with their first error."""
-        is_changed = self.fetch is not None or self.host_transform is not None
-        return type(self) in (LoaderSource, StatefulSource) and not (is_changed or self.keeps_errors)
-
-    def state(self) -> Any:
-        """Return the state of the loader, which only a StatefulSource has."""
-        return None
+        """Whether the batches are the loader's own before any transform, and errors end a loop."""
+        is_own = type(self) in (LoaderSource, StatefulSource) and self.fetch is None
+        return is_own and not self.keeps_errors
 
     def stop(self) -> None:
         if self._running is not None:
