@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -124,7 +125,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         source = self._source
         skipped = source.skipped
         return self._loop.run(
-            LentBatch.take,
+            operator.methodcaller("take"),
             begin=source.begin,
             through=(lambda batches: batches) if skipped is None else skipped.without_empty,
             keeps_errors=source.keeps_errors,

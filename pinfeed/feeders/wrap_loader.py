@@ -127,8 +127,9 @@ def wrap_loader(
             samples or names.
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024. With 0, the training loop requests
-            each batch from the loader and copies it to the device. None is ``config.depth``, or 2,
-            or 0 on the CPU without ``threads``, ``fetch`` and transforms. The batches are the same.
+            each batch from the loader and copies it to the device. None is ``config.depth``, or 2;
+            without ``threads``, ``fetch`` and transforms, it is 1 on a GPU and 0 on the CPU. The
+            batches are the same.
         fetch: For each key, a pair (source, ids). The source is one that ``Feeder`` takes: a path,
             array, tensor or store, of any dtype and row shape, or a structure of several with
             equally many rows. The ids are a function of the batch on the host, or a key of the
@@ -193,9 +194,10 @@ def wrap_loader(
         if depth is None and config is not None:
             depth = config.depth
         if depth is None:
-            # A loader that makes its own batches for the CPU leaves nothing to hide.
+            # A loader that makes its own batches needs no thread. For the CPU, there is nothing to
+            # hide, and on a GPU, one batch is copied during the training step.
             has_work = n_threads is not None or stores is not None or options.has_transforms
-            depth = DEFAULT_DEPTH if has_work or not is_cpu(device) else 0
+            depth = DEFAULT_DEPTH if has_work else int(not is_cpu(device))
         schedule = PrefetchSchedule(depth)
         if stores is not None:
             schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))

@@ -3,6 +3,7 @@
 | a loop that ... | has |
 |---|---|
 | reads rows in memory | an engine of native threads, and a mover that allocates |
+| passes on a loader's batches | the loader's iterator and, with a GPU, a mover without threads |
 | reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
 | writes rows back, or has caches | also a writer and its queue |
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device, Tensor
+from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.draws import (
     BatchDraws,
@@ -38,6 +40,7 @@ from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.filler import Filler, TransformingFiller
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
+from pinfeed.pipeline.loader_loop import LoaderLoop, MovingLoaderLoop
 from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.loop_threads import call_named
 from pinfeed.pipeline.loop_transforms import LoopTransforms
@@ -45,6 +48,7 @@ from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetch_loop import PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.loader_source import LoaderSource
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
@@ -87,6 +91,10 @@ def make_loop(
             return _engine_loop(rows_mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not source.may_be_in_memory
+    if isinstance(source, LoaderSource) and source.is_plain and not transforms:
+        loader_mover = _loader_mover(mover, schedule)
+        if loader_mover is not None:
+            return _loader_loop(loader_mover, source, position, schedule)
     parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
 
@@ -126,12 +134,10 @@ def _fill_parts(
         lend = functools.partial(_lend_transformed, mover.counters, lend)
     parts = FillParts(
         mover=mover,
-        draws=draws,
         close=functools.partial(_close, source, opened),
         first=first,
         schedule=schedule,
         fill=filler.fill,
-        context=filler.context,
         lend=lend,
         stop=functools.partial(_stop, source, filler.stop),
         quiesce=moves.quiesce,
@@ -141,6 +147,10 @@ def _fill_parts(
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
+    if transforms:
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
+
+        parts.context = modes_of_a_new_thread
     _fill_by(parts, filler, transforms, first)
     if mover.counters.timeline is not None and not mover.device.unified:
         _name_calls_of_loop(parts)
@@ -273,6 +283,37 @@ def _engine_loop(
     return EngineLoop(
         parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead
     )
+
+
+def _loader_mover(mover: Mover, schedule: PrefetchSchedule) -> HostTransfer | DeviceBatches | None:
+    """Return the mover of a loop over a loader that needs no thread; None for other loops."""
+    if mover.counters.timeline is not None:
+        return None
+    if isinstance(mover, HostTransfer):
+        # Tensors on the CPU are already on a device of this name.
+        return mover if mover.device.name == "cpu" and not schedule.depth else None
+    driver = mover.device.engine_driver
+    return None if driver is None else DeviceBatches(mover, driver)
+
+
+def _loader_loop(
+    mover: HostTransfer | DeviceBatches,
+    source: LoaderSource,
+    position: EpochPosition,
+    schedule: PrefetchSchedule,
+) -> LoaderLoop:
+    """Return a loop that passes the batches of a loader on."""
+    parts = LoopParts(
+        mover=mover,
+        first=position.batch,
+        schedule=schedule,
+        lend=mover.lend,
+        stop=functools.partial(_stop, source, mover.stop),
+        close=source.rewind,
+        quiesce=mover.quiesce,
+    )
+    make = LoaderLoop if isinstance(mover, HostTransfer) else MovingLoaderLoop
+    return make(parts, source, source.own_batches(position.epoch, position.batch))
 
 
 def _draws(

@@ -6,6 +6,7 @@ step was queued. ``pinfeed/native/move.c`` shows the protocol of streams and eve
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from pinfeed.native.library import library, packing
 from pinfeed.pipeline.loader_layout import LoaderLayout
 from pinfeed.pipeline.part_memory import WHOLE, known_nbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import DeviceSlot
+from pinfeed.pipeline.slot import DeviceSlot, Slot
 from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.transfer import Transfer
@@ -112,6 +113,18 @@ class DeviceBatches:
         if is_idle < 0:
             self._driver.raise_error(-is_idle)
         return bool(is_idle)
+
+    def lend(self, slot: Slot) -> deque[list[Tensor]]:
+        """Return no tensors, because ``receive`` lends the batches."""
+        return deque()
+
+    def stop(self) -> None:
+        """End the loop at its next step. Any thread may call this."""
+        self._transfer.stop()
+
+    def quiesce(self) -> None:
+        """Wait for queued copies, and drop the batches that were not lent (consumer)."""
+        self._transfer.quiesce()
 
     def _move(
         self, at: int, tensors: Sequence[Any], compute: Stream

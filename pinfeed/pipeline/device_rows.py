@@ -112,9 +112,6 @@ class DeviceRows:
         """Drop the batches in the slots; the engine has waited for its copies (consumer)."""
         self._transfer.quiesce()
 
-    def pause(self) -> None:
-        """Do nothing, because no timestamp is open."""
-
     def _share(self, slot: DeviceSlot, batches: Any) -> None:
         """Share the memory of batches with the consumer's current stream."""
         compute = self.device.current_stream()

@@ -95,6 +95,7 @@ class EpochRunner:
         self._beginning = threading.Lock()
         # Loop of the last run.
         self._last_loop: Loop | None = None
+        self._keeps_last = False
         # Batches of this loop, if it waits for its next epoch. If the runner is dropped, so is this
         # generator, which ends the loop.
         self._paused: Generator[LentBatch, None, None] | None = None
@@ -307,10 +308,10 @@ class EpochRunner:
                     bar.update()
                 kept.append(lend(lent_batch))
                 counters.lend()
-                keeps_last = self._last_loop is not None and self._last_loop.keeps_last
-                yield kept[-1] if keeps_last else kept.pop()
+                yield kept[-1] if self._keeps_last else kept.pop()
                 counters.request()
-                del kept[: -1 if keeps_last else None]
+                if self._keeps_last:
+                    del kept[:-1]
         except GeneratorExit:
             self._log_failure()
             raise
@@ -347,6 +348,7 @@ class EpochRunner:
             continuous=self._continuous,
         )
         self._last_loop.finish_step = self.finish_step
+        self._keeps_last = self._last_loop.keeps_last
         if self._last_loop.is_continuous:
             return self._until_epoch_ends(self._last_loop.batches())
         return self._last_loop.batches()

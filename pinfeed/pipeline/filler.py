@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.pipeline.draws import BatchDraws, Mover
@@ -48,10 +46,6 @@ class Filler:
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
         self._mover.stop()
-
-    def context(self) -> AbstractContextManager[object]:
-        """Return a context in which a loop without threads calls ``fill`` and the transforms."""
-        return contextlib.nullcontext()
 
     def of_epoch(self, epoch: int, turn: int) -> Self:
         """Return a filler for a later epoch of the same loop.
@@ -157,11 +151,6 @@ class TransformingFiller(Filler):
         super().stop()
         if self._transforms.gather is not None:
             self._transforms.gather.stop()
-
-    def context(self) -> AbstractContextManager[object]:
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
-        return modes_of_a_new_thread()
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batch (reader).

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.memory import page_locked
+from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
-from pinfeed.pipeline.draws import BatchDraws, Mover
+from pinfeed.pipeline.draws import Mover
 from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
@@ -43,14 +44,14 @@ logger = logging.getLogger("pinfeed")
 EPOCH_END: Any = None
 """Value that a loop yields after an epoch, if it has read the first batches of the next one."""
 
-_CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
+CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
 
 
 @dataclass(kw_only=True)
 class LoopParts:
     """The mover and the functions that every loop consists of."""
 
-    mover: Mover | DeviceRows
+    mover: Mover | DeviceRows | DeviceBatches
     first: int
     """Number of the first batch."""
     schedule: PrefetchSchedule
@@ -75,10 +76,10 @@ class LoopParts:
 class FillParts(LoopParts):
     """The same for a loop whose slots are filled by calls in Python."""
 
-    draws: BatchDraws
+    mover: Mover
     fill: Callable[[Slot, int], Slot | None]
     """Fills a slot, given the number of the call."""
-    context: Callable[[], contextlib.AbstractContextManager[object]]
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """Context in which a loop without threads makes these calls, as its threads would."""
     reserve: Callable[[Slot], object] | None = None
     """Makes a slot ready for ``fill``; None if nothing has to be done."""
@@ -218,7 +219,7 @@ class Loop:
                     _raise_error(slot)
                 self._free.append(slot)
         except Cancelled:
-            raise ClosedError(_CLOSED_WHILE_WAITING) from None
+            raise ClosedError(CLOSED_WHILE_WAITING) from None
         finally:
             self._leave()
 

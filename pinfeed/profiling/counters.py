@@ -105,11 +105,12 @@ class Counters:
         """
         self._ready_s = ready_s
         self._is_idle = idle
-        self.counts.batches += 1
-        self.counts.rows += rows
-        self.counts.bytes += nbytes
+        counts = self.counts
+        counts.batches += 1
+        counts.rows += rows
+        counts.bytes += nbytes
         if ready_s > self.requested_s:
-            self.counts.late += 1
+            counts.late += 1
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
 
@@ -122,30 +123,29 @@ class Counters:
         """Note that the running request found no further batch, or that the loop was left."""
         self._ready_s = self.now()
 
-    def lend(self, *, is_last: bool = False) -> None:
-        """End the running request, because the loop receives its batch now.
-
-        Args:
-            is_last: Whether the loop ends without a batch instead.
-        """
+    def lend(self) -> None:
+        """End the running request, because the loop receives its batch now."""
         now = self.now()
+        counts = self.counts
         requested_s = self.requested_s
         ready_s = self._ready_s
         if ready_s > requested_s:
-            ready_s = min(ready_s, now)
-            self.counts.wait_s += ready_s - requested_s
-            self.counts.overhead_s += now - ready_s
+            # It may be infinite.
+            if ready_s > now:
+                ready_s = now
+            counts.wait_s += ready_s - requested_s
+            counts.overhead_s += now - ready_s
         else:
-            self.counts.overhead_s += now - requested_s
+            counts.overhead_s += now - requested_s
         if self._is_idle:
-            self.counts.starved_s += now - requested_s
+            counts.starved_s += now - requested_s
             if self._is_first:
-                self.counts.first_batch_s += now - requested_s
+                counts.first_batch_s += now - requested_s
         self._is_requesting = False
-        if not is_last:
-            self._is_first = False
-            if self.timeline is not None:
-                self._record_request(now)
+        self._is_first = False
+        # A loop that ends receives no batch.
+        if self.timeline is not None and self._entered is not None:
+            self._record_request(now)
 
     def count_write_wait(self, start: float, *, idle: bool, batch: int | None = None) -> None:
         """Count the time since ``start``, in which the loop waited for earlier writes.
@@ -184,13 +184,13 @@ class Counters:
 
     def leave(self) -> None:
         """Count a loop that ends."""
-        if self._entered is None:
+        entered_s = self._entered
+        self._entered = None
+        if entered_s is None:
             return
         if self._is_requesting:
-            self.lend(is_last=True)
-        now = self.now()
-        self.counts.seconds += now - self._entered
-        self._entered = None
+            self.lend()
+        self.counts.seconds += self.now() - entered_s
 
     def stats(self) -> FeederStats:
         """Return all counts, with the running request, and the memory of the process."""

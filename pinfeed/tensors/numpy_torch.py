@@ -76,6 +76,35 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
+def passed_on(batch: Any) -> tuple[Any, int, int] | None:
+    """Return a batch of dense CPU tensors with these tensors, its samples and its bytes.
+
+    The batch is a tensor, or a new list, tuple or dict of tensors. The number of samples is the
+    length of the first tensor that has one, or 1. The result is None for any other batch, such as
+    one of sparse tensors, of subclasses of tensors, or of nested structures.
+    """
+    kind = type(batch)
+    values = (batch,)
+    if kind is dict:
+        batch = dict(batch)
+        values = batch.values()
+    elif kind is list or kind is tuple:
+        batch = values = kind(batch)
+    n_samples = None
+    nbytes = 0
+    try:
+        for value in values:
+            if type(value) is not torch.Tensor or not value.is_cpu:
+                return None
+            nbytes += value.nbytes
+            if n_samples is None and (shape := value.shape):
+                n_samples = shape[0]
+    except RuntimeError:
+        # Sparse and nested tensors raise it.
+        return None
+    return batch, 1 if n_samples is None else n_samples, nbytes
+
+
 def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return an array on the memory of a dense CPU tensor without a gradient, unchecked."""
     if tensor.dtype is torch.bfloat16:

@@ -174,6 +174,10 @@ class LoaderSource(Source):
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of the epoch that was begun last, one per thunk."""
+        return self._draws(self.own_batches(number, start))
+
+    def own_batches(self, number: int, start: int) -> Iterator[Any]:
+        """Return the loader's batches of the epoch that was begun last; see ``epoch``."""
         batches = self._begun
         self._begun = None
         assert batches is not None
@@ -182,7 +186,13 @@ class LoaderSource(Source):
         if self._n_ahead_of_step:
             batches = self._running = self._watched(batches, start)
             self._n_ahead_outside = 0
-        return self._draws(batches)
+        return batches
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the batches are the loader's own before any transform, and errors end a loop."""
+        is_own = type(self) in (LoaderSource, StatefulSource) and self.fetch is None
+        return is_own and not self.keeps_errors
 
     def stop(self) -> None:
         if self._running is not None:
