@@ -133,14 +133,17 @@ class CudaDevice(DirectAccess):
             ((shape, dtype),) = parts
             tensor = torch.empty(shape, dtype=TORCH[dtype], device=self._device)
             return tensor.data_ptr(), (tensor,)
-        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        whole = layout.dtype
+        n = layout.nbytes // whole.itemsize
+        buffer = torch.empty(n, dtype=TORCH[whole], device=self._device)
         address = buffer.data_ptr()
+        tensors = []
         # As in ``split``, these are no views for autograd.
         pieces = torch.unsafe_split_with_sizes(buffer, layout.sizes)[::2]
-        return address, [
-            piece.view(TORCH[dtype]).view(shape)
-            for piece, (shape, dtype) in zip(pieces, parts, strict=True)
-        ]
+        for piece, (shape, dtype) in zip(pieces, parts, strict=True):
+            tensor = piece if dtype == whole else piece.view(TORCH[dtype])
+            tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
+        return address, tensors
 
     def tensor(
         self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0

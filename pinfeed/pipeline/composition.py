@@ -313,7 +313,8 @@ def _loader_loop(
         quiesce=mover.quiesce,
     )
     make = LoaderLoop if isinstance(mover, HostTransfer) else MovingLoaderLoop
-    return make(parts, source, source.own_batches(position.epoch, position.batch))
+    batches = source.own_batches(position.epoch, position.batch, may_wait=False)
+    return make(parts, source, batches)
 
 
 def _draws(

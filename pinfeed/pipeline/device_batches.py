@@ -63,6 +63,8 @@ class DeviceBatches:
         self.counters = transfer.counters
         self._layout: LoaderLayout | None = None
         self._n_moved = 0
+        # Event after the last copies that read the memory of a batch itself.
+        self._reading: DriverEvent | None = None
         self._slots: Sequence[DeviceSlot] = ()
         # For each slot the events ``released`` and ``copied``.
         self._events: list[tuple[DriverEvent, DriverEvent]] = []
@@ -77,6 +79,12 @@ class DeviceBatches:
         self._slots = self._transfer.begin(schedule)
         self._events = [(self._driver.event(), self._driver.event()) for _ in self._slots]
         return self._slots
+
+    def finish_reads(self) -> None:
+        """Wait until the memory of the last batch was read, because a loader may fill it again."""
+        if self._reading is not None:
+            self._reading.sync()
+            self._reading = None
 
     def move(self, batch: Any, state: Any) -> MovedBatch:
         """Queue the copies of a batch to the device.
@@ -161,6 +169,8 @@ class DeviceBatches:
         if code == _NOT_READY:
             copied.sync()  # (1)
             code = queue(request)
+        if layout.n_staged < len(tensors):
+            self._reading = copied
         if code:
             self._driver.raise_error(code)
         return layout.in_batch_order(found), layout.memory.nbytes_of_rows

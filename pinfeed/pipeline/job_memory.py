@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -27,23 +28,23 @@ class RowLayout(NamedTuple):
     """First byte of each part in the memory of the job."""
     nbytes: int
     """Bytes of this memory."""
+    dtype: np.dtype[Any]
+    """The dtype of all parts, or bytes if they differ."""
     sizes: Sequence[int]
-    """Bytes of each part, each followed by those of the gap after it."""
+    """Items of this dtype in each part, each followed by those in the gap after it."""
     nbytes_of_rows: int
     """Bytes of all parts, without the gaps between them."""
 
     @classmethod
     def of(cls, parts: Sequence[BatchPart]) -> RowLayout:
         """Return the layout of parts one after the other."""
-        offsets = []
-        sizes = []
-        end = 0
-        for shape, dtype in parts:
-            nbytes = math.prod(shape) * dtype.itemsize
-            offsets.append(end)
-            sizes += [nbytes, aligned(nbytes) - nbytes]
-            end += aligned(nbytes)
-        return cls(parts, offsets, end, sizes, sum(sizes[::2]))
+        dtypes = {part.dtype for part in parts}
+        dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.uint8)
+        nbytes = [math.prod(part.shape) * part.dtype.itemsize for part in parts]
+        ends = [0, *itertools.accumulate(map(aligned, nbytes))]
+        gaps = [aligned(n) - n for n in nbytes]
+        sizes = [n // dtype.itemsize for pair in zip(nbytes, gaps, strict=True) for n in pair]
+        return cls(parts, ends[:-1], ends[-1], dtype, sizes, sum(nbytes))
 
 
 class JobMemory(NamedTuple):

@@ -39,9 +39,11 @@ class LoaderLayout:
         """Layout of the memory of the device, in the order of ``sources``."""
         self.n_staged = n = len(tensors) - sum(direct)
         """Number of tensors that are staged."""
-        self.staged_nbytes = sum(memory.sizes[: 2 * n])
+        self.staged_nbytes = [*memory.offsets, memory.nbytes][n]
         """Bytes of staging memory."""
-        self.table = np.array([*zip(memory.offsets, memory.sizes[::2], strict=True)], np.int64)
+        self.table = np.array(
+            [*zip(memory.offsets, (tensors[i].nbytes for i in order), strict=True)], np.int64
+        )
         """Offset and bytes of each tensor in this order, shape (n, 2)."""
 
     def fits(self, tensors: Sequence[Any]) -> bool:

@@ -167,6 +167,7 @@ class MovingLoaderLoop(LoaderLoop):
         counters = self._counters
         begin_s = counters.now()
         try:
+            self._mover.finish_reads()
             try:
                 batch = next(self._batches)
             except ENDS_SILENTLY as error:

@@ -63,7 +63,7 @@ def test_a_loader_with_fetch_prefetches() -> None:
 def test_loaders_and_tables_prefetch_to_a_gpu() -> None:
     feeder, _, device = simulated(depth=None)
     feeder.close()
-    assert depth_of(wrap_loader([torch.zeros(2)], device=device)) == 2
+    assert depth_of(wrap_loader([torch.zeros(2)], device=device)) == 1
     with table_loop(device=device) as loop:
         assert "depth=2" in repr(loop)
 

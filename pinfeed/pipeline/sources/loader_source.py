@@ -174,17 +174,24 @@ class LoaderSource(Source):
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of the epoch that was begun last, one per thunk."""
-        return self._draws(self.own_batches(number, start))
+        return self._draws(self.own_batches(number, start, may_wait=True))
 
-    def own_batches(self, number: int, start: int) -> Iterator[Any]:
-        """Return the loader's batches of the epoch that was begun last; see ``epoch``."""
+    def own_batches(self, number: int, start: int, *, may_wait: bool) -> Iterator[Any]:
+        """Return the loader's batches of the epoch that was begun last.
+
+        Args:
+            number: Number of the epoch.
+            start: Number of the first batch.
+            may_wait: Whether a batch may be read when the loader has begun the next one, and so
+                must keep its memory until then.
+        """
         batches = self._begun
         self._begun = None
         assert batches is not None
         self._epoch = number
         self._number = start
         if self._n_ahead_of_step:
-            batches = self._running = self._watched(batches, start)
+            batches = self._running = self._watched(batches, start, may_wait=may_wait)
             self._n_ahead_outside = 0
         return batches
 
@@ -213,7 +220,7 @@ class LoaderSource(Source):
             running.close()
             self._inner.rewind(n_requested)
 
-    def _watched(self, batches: Iterator[Any], start: int) -> LoaderBatches:
+    def _watched(self, batches: Iterator[Any], start: int, *, may_wait: bool) -> LoaderBatches:
         """Return the batches, with notes of what the loader changes ahead of the training loop."""
         from pinfeed.tensors.filled_memory import FilledMemory
         from pinfeed.tensors.rng_state import GeneratorStates, own_generators
@@ -223,7 +230,7 @@ class LoaderSource(Source):
         generators = own_generators(self.loader) if self._inner is None else ()
         # The end of the epoch counts as a batch.
         self._generators = [GeneratorStates(one, n_ahead + 2, start) for one in generators]
-        if self._may_fill_again():
+        if may_wait and self._may_fill_again():
             self._memory = FilledMemory(f"loader={type(self.loader).__name__}", n_ahead)
         # If host_transform is called for one batch at a time, its results wait instead.
         waits = self.host_transform is None or self.transforms_in_thunks
