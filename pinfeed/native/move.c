@@ -19,28 +19,33 @@
 
 #define COPY_NBYTES (2 << 20)
 
-/* Stages the first `n` parts, and queues their copies. */
-static int stage(const struct pf_move *move, int64_t n)
+/* Queues a copy of staged bytes [sent, end). */
+static int send(const struct pf_move *move, int64_t sent, int64_t end)
+{
+    return move->driver->copy(move->device + sent, move->staging + sent, (size_t)(end - sent),
+                              move->side);
+}
+
+/* Stages the first parts, and queues their copies. */
+static int stage(const struct pf_move *move)
 {
     int error = 0;
-    int64_t sent = 0;
-    for (int64_t i = 0; i < n && !error; i++) {
+    int64_t sent = 0, end = 0;
+    for (int64_t i = 0; i < move->n_staged && !error; i++) {
         const struct pf_part *part = &move->parts[i];
         for (int64_t done = 0; done < part->nbytes && !error;) {
             const int64_t left = part->nbytes - done;
             const int64_t step = left < COPY_NBYTES ? left : COPY_NBYTES;
             memcpy(move->staging + part->offset + done, move->from[i] + done, (size_t)step);
             done += step;
-            const int64_t end = part->offset + done;
-            const int is_last = i + 1 == n && done == part->nbytes;
-            if (!is_last && end - sent < COPY_NBYTES)
-                continue;
-            error = move->driver->copy(move->device + sent, move->staging + sent,
-                                       (size_t)(end - sent), move->side);
-            sent = end;
+            end = part->offset + done;
+            if (end - sent >= COPY_NBYTES) {
+                error = send(move, sent, end);
+                sent = end;
+            }
         }
     }
-    return error;
+    return error || end == sent ? error : send(move, sent, end);
 }
 
 int pf_move(const struct pf_move *move)
@@ -56,7 +61,7 @@ int pf_move(const struct pf_move *move)
     if (!error)
         error = driver->wait(move->side, move->released, 0); /* (2) */
     if (!error)
-        error = stage(move, move->n_staged);
+        error = stage(move);
     for (int64_t i = move->n_staged; i < move->n && !error; i++)
         error = driver->copy(move->device + move->parts[i].offset, move->from[i],
                              (size_t)move->parts[i].nbytes, move->side);
