@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.devices.device import RowCopy
+from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import BufferPool, Bytes, huge
@@ -101,12 +102,13 @@ class HostDevice:
     def empty(self, nbytes: int, stream: Any) -> Bytes:
         return self._pool.take(nbytes)
 
-    def empty_parts(self, layout: Any, stream: Any) -> tuple[list[int], list[torch.Tensor]]:
-        tensors = [
-            self.tensor(self.empty(max(1, part.nbytes), stream), part.shape, part.dtype)
-            for part in layout.parts
-        ]
-        return [tensor.data_ptr() for tensor in tensors], tensors
+    def empty_parts(
+        self, layout: RowLayout, stream: Any
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return tensors_in_blocks(self, layout, stream)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
 
     def tensor(
         self, buffer: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
@@ -149,13 +151,14 @@ class HostDevice:
             else:
                 put_rows(out, memory_of(into), values)
 
-    def adopt(self, part: UnreadPart, stream: Any) -> Any:
-        value = getattr(part, "host_value", None)
-        if type(value) is torch.Tensor and value.is_cpu:
-            # The caller owns the value, so it is not copied. Calling ``to`` would release the
-            # interpreter's lock.
-            return value
-        return None if value is None else value.to("cpu")
+    def adopts(self, part: UnreadPart) -> bool:
+        return getattr(part, "host_value", None) is not None
+
+    def adopt(self, part: Any, stream: Any) -> Any:
+        value = part.host_value
+        # The caller owns a tensor on the CPU, so it is not copied. Calling ``to`` would release
+        # the interpreter's lock.
+        return value if type(value) is torch.Tensor and value.is_cpu else value.to("cpu")
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         # Only one route is possible: rows are gathered straight into the batch.

@@ -25,6 +25,7 @@ from pinfeed.devices.cuda_streams import (
     take_mark,
 )
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
+from pinfeed.devices.layout import RowLayout
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
@@ -126,22 +127,29 @@ class CudaDevice(DirectAccess):
         with queued_in(stream.raw):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def empty_parts(self, layout: Any, stream: Any) -> tuple[list[int], list[torch.Tensor]]:
+    def empty_parts(
+        self, layout: RowLayout, stream: Any
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         # Each call of torch takes 1 to 2 us, so they are few.
         tensors: list[torch.Tensor] = []
+        wholes: list[torch.Tensor] = []
         for parts, whole, sizes, nbytes in layout.blocks:
             if len(parts) == 1:
                 ((shape, dtype),) = parts
                 tensors.append(torch.empty(shape, dtype=TORCH[dtype], device=self._device))
+                wholes.append(tensors[-1])
                 continue
             n = nbytes // whole.itemsize
-            buffer = torch.empty(n, dtype=TORCH[whole], device=self._device)
+            wholes.append(torch.empty(n, dtype=TORCH[whole], device=self._device))
             # As in ``split``, these are no views for autograd.
-            pieces = torch.unsafe_split_with_sizes(buffer, sizes)[::2]
+            pieces = torch.unsafe_split_with_sizes(wholes[-1], sizes)[::2]
             for piece, (shape, dtype) in zip(pieces, parts, strict=True):
                 tensor = piece if dtype == whole else piece.view(TORCH[dtype])
                 tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
-        return [tensor.data_ptr() for tensor in tensors], tensors
+        return tensors, wholes
+
+    def address(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
 
     def tensor(
         self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
@@ -195,13 +203,14 @@ class CudaDevice(DirectAccess):
         """Kernel that copies rows; None if torch copies them."""
         return row_copy_kernel(self._index)
 
-    def adopt(self, part: UnreadPart, stream: CudaStream) -> Any:
+    def adopts(self, part: UnreadPart) -> bool:
         value = getattr(part, "host_value", None)
-        if value is None or _is_plain(value):
-            return None
+        return value is not None and not _is_plain(value)
+
+    def adopt(self, part: Any, stream: CudaStream) -> Any:
         with queued_in(stream.raw):
             # A sparse, strided or subclassed tensor, or a user's object that moves itself.
-            return value.to(self._device)
+            return part.host_value.to(self._device)
 
     def share(self, tensor: torch.Tensor, stream: CudaStream) -> None:
         if getattr(tensor, "layout", None) is torch.strided and not tensor.is_nested:

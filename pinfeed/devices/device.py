@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.devices.layout import RowLayout
 from pinfeed.native.engine import Driver
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
@@ -28,14 +29,6 @@ Buffer = Any
 
 OVERLAP_CHUNK_BYTES = 8 << 20
 """Most bytes that a device copies at once of the rows that batches share."""
-
-# Bytes between the beginnings of two tensors in one buffer, as in torch's allocator.
-_ALIGNMENT = 512
-
-
-def aligned(nbytes: int) -> int:
-    """Return a number of bytes rounded up to where the next tensor of a buffer may begin."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class RowCopy(NamedTuple):
@@ -136,16 +129,20 @@ class Device(Protocol):
         """Return memory for work in ``stream``; after it is freed, only this stream reuses it."""
         ...
 
-    def empty_parts(self, layout: Any, stream: Any) -> tuple[list[int], list[Tensor]]:
+    def empty_parts(self, layout: RowLayout, stream: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors in new memory, for work in the consumer thread's current stream.
 
         Args:
-            layout: A ``RowLayout`` with the blocks of the memory.
+            layout: Shapes, dtypes and blocks of the memory.
             stream: The current stream of the calling thread.
 
         Returns:
-            Address of each tensor, for the driver, and the tensors, which keep the memory.
+            A tensor for each part, and one for each block. They keep the memory.
         """
+        ...
+
+    def address(self, tensor: Tensor) -> int:
+        """Return the address of a tensor, for the driver."""
         ...
 
     def tensor(
@@ -157,7 +154,7 @@ class Device(Protocol):
             buffer: Memory of the device.
             shape: Shape of the tensor.
             dtype: Its dtype.
-            offset: First byte in the buffer, a result of ``aligned``.
+            offset: First byte in the buffer, a result of ``layout.aligned``.
         """
         ...
 
@@ -190,8 +187,12 @@ class Device(Protocol):
             stream: Stream of the copies.
         """
 
-    def adopt(self, part: UnreadPart, stream: Any) -> Tensor | None:
-        """Return the ``host_value`` of a part as the batch, or None if it must be copied.
+    def adopts(self, part: UnreadPart) -> bool:
+        """Return whether the ``host_value`` of a part is used or moved by itself, not copied."""
+        ...
+
+    def adopt(self, part: UnreadPart, stream: Any) -> Tensor:
+        """Return the ``host_value`` of such a part on the device.
 
         If the value is not on the device, it is moved there in ``stream``, the stream of the
         consumer thread.

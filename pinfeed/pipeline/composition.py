@@ -47,7 +47,7 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetch_loop import PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.slot import DeviceSlot, Slot
 from pinfeed.pipeline.sources.loader_source import LoaderSource
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
@@ -142,6 +142,7 @@ def _fill_parts(
         stop=functools.partial(_stop, source, filler.stop),
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
+        queue=getattr(moves, "queue", None),
         writer=writer,
         epochs=epochs,
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
@@ -211,7 +212,9 @@ def _fill_epoch(
 
 
 def _recorded_for(timeline: Timeline, loop: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call ``fn(*args)``, and record its spans for a loop that begins later."""
+    """Call ``fn(slot, ...)``, and record the spans of the slot for a loop that begins later."""
+    if isinstance(args[0], DeviceSlot):
+        args[0].context = functools.partial(timeline.work_for, loop)
     try:
         with timeline.work_for(loop):
             return fn(*args)
@@ -226,13 +229,17 @@ def _add_transforms(
     """Add the calls of the transforms, unless the source makes all of them."""
     if not transforms.are_called_in_loop:
         return
+    is_unified = parts.mover.device.unified
+    if not is_unified and transforms.gather is None:
+        # The loop calls ``device_transform`` when it queues the copies.
+        return
     parts.n_transform_threads = 1
-    parts.transform = filler.transform
+    parts.transform = filler.transform if is_unified else filler.transform_on_host
     # The source calls ``host_transform`` in reader threads, unless the loop reads the rows for it.
     if parts.schedule.n_transform_threads > 1 and transforms.gather is not None:
         parts.n_transform_threads = parts.schedule.n_transform_threads
         parts.transform = filler.transform_on_host
-        if transforms.device is not None:
+        if transforms.device is not None and is_unified:
             parts.transform_on_device = filler.transform_on_device
 
 
@@ -397,8 +404,6 @@ def _name_calls(parts: FillParts, first: int, first_turn: int) -> None:
     parts.fill = named("read", of_turn, parts.fill)
     if parts.transform is not None:
         parts.transform = named("transform", _of_slot, parts.transform)
-    if parts.transform_on_device is not None:
-        parts.transform_on_device = named("transform", _of_slot, parts.transform_on_device)
 
 
 def _name_calls_of_loop(parts: FillParts) -> None:

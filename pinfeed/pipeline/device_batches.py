@@ -149,7 +149,7 @@ class DeviceBatches:
                 copied.sync()  # (1) larger memory replaces the one from which copies may still read
             memory = self._transfer.staging_of(slot, layout.staged_nbytes)
             staging = memory.__array_interface__["data"][0]
-        devices, found = self.device.empty_parts(layout.memory, compute)
+        found, _ = self.device.empty_parts(layout.memory, compute)
         n = len(tensors)
         table = layout.table.__array_interface__["data"][0]
         request = packing(10 + 2 * n)(
@@ -163,7 +163,7 @@ class DeviceBatches:
             n,
             table,
             table + 8 * n,
-            *devices,
+            *map(self.device.address, found),
             *layout.sources(tensors),
         )
         is_brief = layout.staged_nbytes <= _BRIEF_NBYTES
@@ -180,13 +180,12 @@ class DeviceBatches:
 
     def _move_any(self, at: int, batch: HostBatch, compute: Stream, state: Any) -> MovedBatch:
         """Queue the copies of a batch of any structure."""
-        values = [self.device.adopt(part, compute) for part in batch.parts]
-        tensors = [
-            part.host_value  # type: ignore[attr-defined]  # a HostLeaf
-            for part, value in zip(batch.parts, values, strict=True)
-            if value is None
-        ]
+        device = self.device
+        parts: Sequence[Any] = batch.parts
+        values = [device.adopt(part, compute) if device.adopts(part) else None for part in parts]
         nbytes = sum(known_nbytes(value) for value in values if value is not None)
+        pairs = zip(parts, values, strict=True)
+        tensors = [part.host_value for part, value in pairs if value is None]
         moved: Sequence[Tensor] = ()
         if tensors:
             moved, n = self._move(at, tensors, compute)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pinfeed.devices.device import Device, Tensor
+from pinfeed.devices.layout import RowLayout
 from pinfeed.native.engine import Driver, Engine, Staged
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.pipeline.job_memory import JobMemory, RowLayout
+from pinfeed.pipeline.job_memory import JobMemory
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch
@@ -57,7 +58,8 @@ class DeviceRows:
         """Allocate the memory of a job (consumer)."""
         compute = self.device.current_stream()
         slot.compute = compute
-        addresses, wholes = self.device.empty_parts(layout, compute)
+        wholes, _ = self.device.empty_parts(layout, compute)
+        addresses = list(map(self.device.address, wholes))
         if len(batch.batches) == 1:
             tensors = deque([wholes])
         else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.slot import DeviceSlot, Slot
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch, failed_batch
 from pinfeed.profiling.spans import Lane
 
@@ -159,6 +159,8 @@ class TransformingFiller(Filler):
         ``transform`` fills it.
         """
         gather = self._transforms.gather
+        if isinstance(slot, DeviceSlot) and self._transforms.device is not None:
+            slot.on_device = self._queue_transform
         if gather is None:
             return super().fill(slot, turn)
         batch = self._make(slot, turn)
@@ -177,6 +179,13 @@ class TransformingFiller(Filler):
         if self._transforms.gather is not None:
             self.transform_on_host(slot)
         if self._transforms.device is not None:
+            self.transform_on_device(slot)
+
+    def _queue_transform(self, slot: Slot) -> None:
+        """Call ``device_transform`` in the thread of the loop, as a thread of its own would."""
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
+
+        with modes_of_a_new_thread():
             self.transform_on_device(slot)
 
     def transform_on_host(self, slot: Slot) -> None:
@@ -210,7 +219,8 @@ class TransformingFiller(Filler):
         except Cancelled:
             raise
         except Exception as error:
-            if not batch.keeps_errors:
+            # On a GPU, the mover does the same for the copies.
+            if not batch.keeps_errors or not self._mover.device.unified:
                 raise
             self._fail(slot, batch, error, slot.number)
         calls = transforms.device.take_calls()

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Tensor
+from pinfeed.devices.layout import RowLayout
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.pipeline.job_memory import JobMemory, RowLayout
+from pinfeed.pipeline.job_memory import JobMemory
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.devices.device import Tensor
-from pinfeed.pipeline.job_memory import BatchPart, RowLayout
+from pinfeed.devices.layout import BatchPart, RowLayout
 
 # A copy of its own costs the host as much time as staging that many bytes.
 _STAGED_NBYTES = 64 << 10

@@ -29,7 +29,7 @@ from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.slot import Slot, raise_kept
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
 from pinfeed.pipeline.write_queue import WriteQueue
@@ -83,6 +83,8 @@ class FillParts(LoopParts):
     """Context in which a loop without threads makes these calls, as its threads would."""
     reserve: Callable[[Slot], object] | None = None
     """Makes a slot ready for ``fill``; None if nothing has to be done."""
+    queue: Callable[[Slot], object] | None = None
+    """Queues the copies of a full slot to the device; None if batches are in host memory."""
     transform: Callable[[Slot], object] | None = None
     """Calls the transforms on the batch of a full slot, in threads of its own; None for none.
 
@@ -91,9 +93,9 @@ class FillParts(LoopParts):
     n_transform_threads: int = 0
     """Number of threads that call ``transform``."""
     transform_on_device: Callable[[Slot], object] | None = None
-    """Calls ``device_transform`` after ``transform``, in a thread of its own.
+    """Calls ``device_transform`` on the CPU after ``transform``, in a thread of its own.
 
-    None if ``transform`` does so, or if there is none.
+    None if ``transform`` or ``queue`` does so, or if there is none.
     """
     wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
     """Waits for the last call for a slot."""
@@ -216,7 +218,7 @@ class Loop:
                     # The device is not checked again for the other batches of the slot.
                     idle = is_unified
                 if slot.error is not None:
-                    _raise_error(slot)
+                    raise_kept(slot)
                 self._free.append(slot)
         except Cancelled:
             raise ClosedError(CLOSED_WHILE_WAITING) from None
@@ -374,15 +376,3 @@ class SynchronousLoop(Loop):
                 if filled is not None and transform is not None:
                     transform(filled)
         return filled
-
-
-def _raise_error(slot: Slot) -> None:
-    """Raise the error of the batch that the slot could not carry."""
-    error = slot.error
-    slot.error = None
-    try:
-        assert error is not None
-        raise error
-    finally:
-        # The error's traceback keeps this frame, which must not keep the error.
-        del error

@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, aligned
+from pinfeed.devices.device import OVERLAP_CHUNK_BYTES
+from pinfeed.devices.layout import aligned
 from pinfeed.memory.limits import n_batches, n_held
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation, Place

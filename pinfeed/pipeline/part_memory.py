@@ -1,4 +1,4 @@
-"""PartMemory: the device memory of the parts of a batch; small parts share one buffer."""
+"""PartMemory: staging memory of batches, and the sizes of their parts."""
 
 from __future__ import annotations
 
@@ -7,94 +7,47 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import Buffer, Device, aligned
-
-# Small parts are allocated and copied together, because each call costs as much time as a copy of
-# about 100 KiB. A tensor that the user keeps also keeps the other small parts of its batch, so
-# their total size is bounded.
-_SMALL_NBYTES = 64 << 10
-_SHARED_NBYTES = 1 << 20
-
+from pinfeed.devices.device import Device
+from pinfeed.devices.layout import SHARED_NBYTES, SMALL_NBYTES, aligned
 
 Staging = dict[str | int, npt.NDArray[np.uint8]]
-"""Page-locked memory, by the index of the part, or by the name of memory of several parts."""
-SHARED = "shared"
-"""Name of the memory of small parts, which are copied together."""
+"""Page-locked memory, by the index of the part, or ``WHOLE`` for all parts of a slot."""
 WHOLE = "whole"
-"""Name of the memory of all parts of a job of an engine."""
-
-
-class Place(NamedTuple):
-    """Device memory of one part."""
-
-    buffer: Buffer
-    offset: int
-    """First byte of the part in the buffer."""
-    nbytes: int
-    """Maximum number of bytes of the part."""
-    is_shared: bool
-    """Whether other parts are in the same buffer."""
+"""Name of the memory of all parts of a slot."""
 
 
 class PartMemory:
-    """Allocates the device memory of batches, and learns the sizes of their parts.
+    """Staging memory that grows with the batches, and the sizes of their parts.
 
     Args:
-        device: Device of the memory.
+        device: Device that makes the memory.
         capacity: Bytes of each part of a full batch; empty if they are not known in advance.
-        shares: Whether small parts share a buffer.
     """
 
-    def __init__(self, device: Device, capacity: Sequence[int] = (), *, shares: bool) -> None:
+    def __init__(self, device: Device, capacity: Sequence[int] = ()) -> None:
         self._device = device
-        self._shares = shares
         self.capacity = list(capacity)
         """Bytes of each part of the largest batch so far."""
 
-    def reserve(self, n_batches: int, stream: Any) -> list[Place | None]:
-        """Allocate memory for each part of ``n_batches`` batches; None for a part without bytes.
-
-        Args:
-            n_batches: Number of batches that are gathered together.
-            stream: Stream of the consumer thread, which calls this.
-        """
-        sizes = tuple(nbytes * n_batches for nbytes in self.capacity)
-        offsets: Mapping[int, int] = {}
-        nbytes = 0
-        if self._shares:
-            offsets, nbytes = layout(sizes)
-        shared = self._device.empty(nbytes, stream) if nbytes else None
-        return [
-            Place(shared, offsets[i], size, True)
-            if i in offsets
-            else Place(self._device.empty(size, stream), 0, size, False)
-            if size
-            else None
-            for i, size in enumerate(sizes)
-        ]
-
-    def place(
-        self, reserved: Sequence[Place | None], i: int, nbytes: int, stream: Any
-    ) -> tuple[Place, bool]:
-        """Return memory for part ``i``, and whether it was reserved.
-
-        A part that is larger than any before gets memory of its own now.
-        """
-        found = reserved[i] if i < len(reserved) else None
-        if found is not None and found.nbytes >= nbytes:
-            return found, True
-        size = grown(found.nbytes if found is not None else 0, nbytes)
-        return Place(self._device.empty(size, stream), 0, size, False), False
+    def slot_staging(self, staging: Staging, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return staging memory for all parts of a slot, shape (nbytes,)."""
+        kept = staging.get(WHOLE)
+        if kept is None or len(kept) < nbytes:
+            # The old memory is freed first.
+            n_kept = 0 if kept is None else len(kept)
+            kept = staging[WHOLE] = np.empty(0, np.uint8)
+            kept = staging[WHOLE] = self._device.staging(max(1, grown(n_kept, nbytes)))
+        return kept[:nbytes]
 
     def staging(
         self,
         staging: Staging,
-        key: str | int,
+        key: int,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
     ) -> npt.NDArray[Any]:
@@ -104,15 +57,13 @@ class PartMemory:
 
         Args:
             staging: The staging memory so far, by part.
-            key: Index of the part, or the name of memory of several parts.
+            key: Index of the part.
             shape: Shape of the array that is returned.
             dtype: Its dtype.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if key not in staging or len(staging[key]) < nbytes:
-            expected = 0
-            if isinstance(key, int) and key < len(self.capacity):
-                expected = self.capacity[key]
+            expected = self.capacity[key] if key < len(self.capacity) else 0
             staging[key] = self._device.staging(max(nbytes, expected))
         return staging[key][:nbytes].view(dtype).reshape(shape)
 
@@ -135,12 +86,6 @@ def known_nbytes(value: Any) -> int:
         return 0
 
 
-def shared_nbytes(places: Sequence[Place | None]) -> int:
-    """Return the bytes of the buffer that small parts share."""
-    ends = [place.offset + place.nbytes for place in places if place and place.is_shared]
-    return max(ends, default=0)
-
-
 # Every batch of a loop has the same sizes.
 @functools.lru_cache
 def layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
@@ -148,7 +93,7 @@ def layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
     offsets = {}
     end = 0
     for i, size in enumerate(sizes):
-        if 0 < size <= _SMALL_NBYTES and end + size <= _SHARED_NBYTES:
+        if 0 < size <= SMALL_NBYTES and end + size <= SHARED_NBYTES:
             offsets[i] = end
             end = aligned(end + size)
     # A single small part is laid out like a large one.

@@ -39,6 +39,8 @@ class PrefetchLoop(Loop):
             parts.mover.share_gathers(self.threads.gather_all)
         # Slots that are being filled or are full, in the order of their batches.
         self._filling: deque[Pending[Slot | None]] = deque()
+        # Number of the first of these whose copies to the device are queued.
+        self._n_queued = 0
         # The call that this thread has finished last.
         self._helped: list[Call[Slot | None]] = []
         self._result: Callable[[Any], Slot | None] = parts.wait
@@ -121,7 +123,26 @@ class PrefetchLoop(Loop):
                 if (transform := parts.transform_on_device) is not None:
                     filled = threads.device_transformer.submit(apply, transform, filled)
             self._filling.append(filled)
-        return self._result(self._filling.popleft())
+        filled_slot = self._result(self._filling.popleft())
+        if parts.queue is not None and filled_slot is not None:
+            self._queue_full(parts.queue, filled_slot)
+        return filled_slot
+
+    def _queue_full(self, queue: Callable[[Slot], object], slot: Slot) -> None:
+        """Queue the copies of the next slot, and of those after it that are full already."""
+        if self._n_queued:
+            self._n_queued -= 1
+        else:
+            queue(slot)
+        for filled in itertools.islice(self._filling, self._n_queued, None):
+            # The loop raises an error when it requests the batch.
+            if not filled.done() or filled.exception() is not None:
+                return
+            later = filled.result()
+            if later is None:
+                return
+            queue(later)
+            self._n_queued += 1
 
 
 def apply(function: Callable[[Slot], object], pending: Pending[Slot | None]) -> Slot | None:

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, aligned
+from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
+from pinfeed.devices.layout import aligned
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
 from pinfeed.pipeline.cache_decisions import CacheDecisions, CachedRows, PositionRange

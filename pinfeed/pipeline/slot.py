@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from pinfeed.devices.device import Event, Stream, Tensor
-from pinfeed.pipeline.part_memory import Place, Staging
+from pinfeed.pipeline.part_memory import Staging
 from pinfeed.pipeline.sources.source import HostBatch
-from pinfeed.stores.host_rows import UnreadPart
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Slot:
     """Bytes of the batches."""
     error: Exception | None = None
     """Error of a batch; raised after the slot's other batches."""
+    failure: Exception | None = None
+    """Error of the copies to the device; raised instead of all batches."""
     seen: int = 0
     """The gather saw all writes numbered below this."""
     source_s: float = 0.0
@@ -57,45 +60,53 @@ class Slot:
         self.batch = None
         self.tensors = []
         self.batch_tensors = deque()
-        self.error = None
+        self.error = self.failure = None
         self.rows = None
 
 
 @dataclass
 class DeviceSlot(Slot):
-    """A slot with staging memory, memory of a device, and the events that guard both."""
+    """A slot with staging memory, and the events that guard it and memory of a device."""
 
     staging: Staging = field(default_factory=dict)
-    """Page-locked memory of each staged part; batches reuse it."""
-    index_staging: Staging = field(default_factory=dict)
-    """Page-locked memory of the row indices of each group; batches reuse it."""
-    sources: list[UnreadPart] = field(default_factory=list)
+    """Page-locked memory of the staged parts; batches reuse it."""
+    gathered: Any = None
+    """What the reader has left to do; None when the copies are queued."""
+    on_device: Callable[[Slot], object] | None = None
+    """Calls ``device_transform`` when the copies are queued; None for none."""
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Context in which the copies are queued."""
+    sources: Sequence[Any] = ()
     """Parts that the device reads itself; kept until the reads are done."""
-    memory: list[Place | None] = field(default_factory=list)
-    """Device memory for each part of the next fill."""
-    index_memory: list[Place | None] = field(default_factory=list)
-    """Device memory for the row indices of each group of the next fill."""
-    needed: list[int] = field(default_factory=list)
-    """Bytes of device memory that each part of this fill took; 0 for an adopted part."""
-    adopted_nbytes: int = 0
-    """Known bytes of the adopted parts of this fill."""
-    index_needed: list[int] = field(default_factory=list)
-    """Bytes of device memory that the row indices of each group took."""
+    indices: list[Tensor] = field(default_factory=list)
+    """Row indices on the device."""
     compute: Stream | None = None
     """Stream of the consumer thread when the memory was allocated, or when it was lent last."""
-    released: Event | None = None
-    """Event after the work that may still use an earlier tensor in the same memory."""
+    copied: Event | None = None
+    """Event after the copies of the last batches."""
     filled: Event | None = None
-    """Event after the copies of the last fill, and after ``device_transform``."""
+    """Event after the copies, and after ``device_transform``."""
     transform_outputs: list[Tensor] = field(default_factory=list)
     """Tensors that ``device_transform`` has returned."""
 
     def clear(self) -> None:
         """Drop the batches and the memory of the device; staging memory stays."""
         super().clear()
-        self.sources = []
-        self.memory = []
-        self.index_memory = []
+        self.gathered = None
+        self.on_device = None
+        self.sources = ()
+        self.indices = []
         self.compute = None
-        self.released = None
         self.transform_outputs = []
+
+
+def raise_kept(slot: Slot) -> NoReturn:
+    """Raise the error that a slot has kept."""
+    error = slot.failure or slot.error
+    slot.failure = slot.error = None
+    try:
+        assert error is not None
+        raise error
+    finally:
+        # The error's traceback keeps this frame, which must not keep the error.
+        del error

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import Buffer, Device, Tensor
-from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
+from pinfeed.devices.device import Device
+from pinfeed.devices.layout import BatchPart, RowLayout
+from pinfeed.pipeline.part_memory import PartMemory
 from pinfeed.pipeline.slot import DeviceSlot
-from pinfeed.pipeline.sources.source import HostBatch
-from pinfeed.stores.host_rows import UnreadPart, gather_pieces, part_nbytes
-
-_BYTES = np.dtype(np.uint8)
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
+from pinfeed.stores.host_rows import UnreadPart, gather_pieces
 
 RunAll = Callable[[Sequence[Callable[[], object]]], None]
 """Makes several calls, maybe in several threads, and returns when all have ended."""
-
-Copy = tuple[npt.NDArray[Any], Tensor]
-"""Staging memory, and the tensor that it is copied to."""
 
 
 def run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
@@ -32,149 +27,86 @@ def run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
 
 @dataclass
 class Gathered:
-    """Copies and reads to queue for a batch, after its staged parts have been read."""
+    """A batch whose staged parts were read, and what is left to do on the device."""
 
-    staged: list[Copy] = field(default_factory=list)
-    """Copies of staged parts."""
-    indices: list[Copy] = field(default_factory=list)
-    """Copies of the row indices that the device needs to read rows itself."""
-    shared_until: tuple[Buffer, int] | None = None
-    """Buffer of small parts, and end of the last staged part; one copy moves all of these."""
-    direct: list[tuple[list[tuple[UnreadPart, Tensor]], Tensor | None]] = field(
-        default_factory=list
-    )
-    """Parts that the device reads itself, with their tensors, and their row indices."""
-    is_late: bool = False
-    """Whether memory was allocated, or a part adopted, after the slot was reserved."""
-    are_indices_late: bool = False
-    """Whether memory of row indices was allocated after the slot was reserved."""
+    layout: RowLayout
+    """Layout of the parts that are copied or read by the device."""
+    order: Sequence[int]
+    """Index in ``parts`` of each part of the layout; those in staging memory come first."""
+    staged: npt.NDArray[np.uint8]
+    """Staging memory of these."""
+    parts: Sequence[UnreadPart]
+    """All parts: those of the batch, positions of shared rows, and row indices."""
+    n_batch: int
+    """Number of parts that are not row indices."""
+    direct: Sequence[int]
+    """Indices of the parts that the device reads itself."""
+    index_of: dict[int, int] = field(default_factory=dict)
+    """For a group of rows that the device reads, the index of the part with its row indices."""
 
 
 class SlotGather:
-    """Reads the parts of batches into slots, and gives each part a tensor; it queues no copies.
+    """Reads the parts of batches into slots, and plans their memory; it queues no copies.
 
     Args:
         device: Device that the batches are moved to.
-        parts: Memory of the parts.
-        indices: Memory of the row indices of each group of parts.
+        memory: Staging memory of the slots.
         check_stop: Raises an error when the loop has ended; called between steps.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        parts: PartMemory,
-        indices: PartMemory,
-        check_stop: Callable[[], None],
-    ) -> None:
+    def __init__(self, device: Device, memory: PartMemory, check_stop: Callable[[], None]) -> None:
         self._device = device
-        self._parts = parts
-        self._indices = indices
+        self._memory = memory
         self._check_stop = check_stop
+        # Most batches have the parts of the one before.
+        self._last: tuple[list[BatchPart], RowLayout] | None = None
         self.run_all: RunAll = run_in_turn
         """Makes the calls that gather a long part, and returns when all have ended."""
 
     def gather(self, slot: DeviceSlot, batch: HostBatch) -> Gathered:
-        """Read the staged parts of a batch (reader).
-
-        The slot then has a tensor for each part, and one for the positions of shared rows.
-        """
-        slot.tensors = []
-        slot.needed = []
-        slot.adopted_nbytes = 0
-        slot.index_needed = []
-        slot.sources = []
-        gathered = Gathered()
-        parts = batch.all_parts()
-        group_of: dict[int, int] = {}
-        if n_shared := shared_nbytes(slot.memory):
-            self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)
-        for g, group in enumerate(batch.groups):
-            group_of |= {group.first + i: g for i in range(len(group.stores))}
-        # The parts that the device reads itself, by group of rows; None for parts without a group.
-        direct: dict[int | None, list[tuple[UnreadPart, Tensor]]] = {}
-        for i, part in enumerate(parts):
-            place = self._place(slot, i, part, gathered)
-            # A small part in shared memory is copied with the others, unless kernels read its rows.
-            if place is None:
-                pass
-            elif (i in group_of or not place.is_shared) and self._device.reaches(part):
-                direct.setdefault(group_of.get(i), []).append((part, slot.tensors[i]))
-                slot.sources.append(part)
+        """Read the staged parts of a batch (reader)."""
+        device = self._device
+        parts = list(batch.all_parts())
+        n_batch = len(parts)
+        moved = [i for i, part in enumerate(parts) if not device.adopts(part)]
+        direct = [i for i in moved if device.reaches(parts[i])]
+        index_of = self._index_parts(batch, parts, direct)
+        moved += range(n_batch, len(parts))
+        sizes = {i: BatchPart(tuple(parts[i].shape), parts[i].dtype) for i in moved}
+        order = sorted(moved, key=lambda i: (i in direct, sizes[i].nbytes))
+        layout = self._layout([sizes[i] for i in order])
+        n_staged = len(order) - len(direct)
+        nbytes = [*layout.offsets, layout.nbytes][n_staged]
+        staged = self._memory.slot_staging(slot.staging, nbytes)
+        for i, offset in zip(order[:n_staged], layout.offsets, strict=False):
+            part = parts[i]
+            out = staged[offset : offset + sizes[i].nbytes].view(part.dtype).reshape(part.shape)
+            self._check_stop()
+            pieces = gather_pieces(part, out, self._check_stop)
+            if pieces is None:
+                part.read(out, self._check_stop)
             else:
-                self._read(slot, i, part, place, gathered)
-        for g in range(len(batch.groups)):
-            self._add_indices(slot, batch, g, direct.pop(g, []), gathered)
-        if None in direct:
-            gathered.direct.append((direct[None], None))
-        if gathered.shared_until is not None:
-            buffer, end = gathered.shared_until
-            whole = self._device.tensor(buffer, (end,), _BYTES)
-            gathered.staged.append((slot.staging[SHARED][:end], whole))
-        return gathered
+                self.run_all(pieces)
+        return Gathered(layout, order, staged, parts, n_batch, direct, index_of)
 
-    def _place(
-        self, slot: DeviceSlot, i: int, part: UnreadPart, gathered: Gathered
-    ) -> Place | None:
-        """Give part ``i`` a tensor; return its memory, or None if the part itself is adopted."""
-        assert slot.compute is not None
-        tensor = self._device.adopt(part, slot.compute)
-        if tensor is not None:
-            gathered.is_late = True
-            slot.needed.append(0)
-            slot.adopted_nbytes += known_nbytes(tensor)
-            slot.tensors.append(tensor)
-            return None
-        nbytes = part_nbytes(part)
-        place, is_reserved = self._parts.place(slot.memory, i, nbytes, slot.compute)
-        gathered.is_late |= not is_reserved
-        slot.needed.append(nbytes)
-        slot.tensors.append(self._device.tensor(place.buffer, part.shape, part.dtype, place.offset))
-        return place
+    def _index_parts(
+        self, batch: HostBatch, parts: list[UnreadPart], direct: Sequence[int]
+    ) -> dict[int, int]:
+        """Add the row indices that the device needs to parts; return where those of a group are."""
+        found: dict[int, int] = {}
+        for g, group in enumerate(batch.groups):
+            if not any(group.first <= i < group.first + len(group.stores) for i in direct):
+                continue
+            stores = [store for store in group.stores if self._device.reaches(store)]
+            dtype = self._device.index_dtype(stores, group.rows)
+            if dtype is not None:
+                found[g] = len(parts)
+                parts.append(ArrayPart(group.rows.astype(dtype)))
+        return found
 
-    def _read(
-        self, slot: DeviceSlot, i: int, part: UnreadPart, place: Place, gathered: Gathered
-    ) -> None:
-        """Read a part into staging memory, and add its copy."""
-        if place.is_shared:
-            end = place.offset + slot.needed[i]
-            staged = slot.staging[SHARED]
-            out = staged[place.offset : end].view(part.dtype).reshape(part.shape)
-            gathered.shared_until = place.buffer, end
-        else:
-            out = self._parts.staging(slot.staging, i, part.shape, part.dtype)
-            gathered.staged.append((out, slot.tensors[i]))
-        self._check_stop()
-        pieces = gather_pieces(part, out, self._check_stop)
-        if pieces is None:
-            part.read(out, self._check_stop)
-        else:
-            self.run_all(pieces)
-
-    def _add_indices(
-        self,
-        slot: DeviceSlot,
-        batch: HostBatch,
-        g: int,
-        direct: list[tuple[UnreadPart, Tensor]],
-        gathered: Gathered,
-    ) -> None:
-        """Add the reads of a group's parts, and the copy of the row indices that they need."""
-        assert slot.compute is not None
-        group = batch.groups[g]
-        slot.index_needed.append(0)
-        stores = [store for store in group.stores if self._device.reaches(store)] if direct else []
-        dtype = self._device.index_dtype(stores, group.rows) if stores else None
-        if dtype is None:
-            if direct:
-                gathered.direct.append((direct, None))
-            return
-        slot.index_needed[g] = nbytes = len(group.rows) * dtype.itemsize
-        place, is_reserved = self._indices.place(slot.index_memory, g, nbytes, slot.compute)
-        gathered.are_indices_late |= not is_reserved
-        tensor = self._device.tensor(place.buffer, group.rows.shape, dtype)
-        out = self._indices.staging(slot.index_staging, g, group.rows.shape, dtype)
-        out[...] = group.rows
-        gathered.indices.append((out, tensor))
-        gathered.direct.append((direct, tensor))
-        batch.groups[g] = group._replace(indices=tensor)
+    def _layout(self, parts: list[BatchPart]) -> RowLayout:
+        last = self._last
+        if last is None or last[0] != parts:
+            # Another thread may do the same for a batch of other sizes.
+            self._last = last = parts, RowLayout.of(parts)
+        return last[1]

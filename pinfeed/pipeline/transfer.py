@@ -2,48 +2,46 @@
 
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
         hazard that it prevents. ``Writer`` records ``ready``. Waits of caches are in row_cache.py,
-        and waits of activations in training/offload/offload_transfer.py.
+        those of loops whose batches need no Python in native/engine.c and native/move.c, and waits
+        of activations in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
-        calls them: the consumer (it runs the training loop), a reader, the transform thread, or
-        one of two writers.
+        calls them: the consumer (it runs the training loop), a reader, or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
         time. Only ``device_transform`` allocates on another stream.
+Rule 4: the consumer queues all copies to the device. Readers only fill staging memory, so they
+        call the driver once, before they begin.
 
-The consumer reserves a slot, a reader fills it, the consumer lends its batch to the loop and then
-reserves the slot again. The slot keeps its staging memory. Its device memory is new each time,
-because the user owns a batch from the moment it is lent.
+The consumer reserves a slot, a reader fills it, the consumer queues its copies and lends its batch
+to the loop. Whenever the loop requests a batch, the consumer also queues the copies of later slots
+that are full, so that they run during the training step. The slot keeps its staging memory. Its
+device memory is new each time, because the user owns a batch from the moment it is lent.
 
     readers                          consumer                            writers
 
-                                     reserve: memory <- allocator (compute)
-                                              released = compute.record()
-    fill:   filled.sync()        (1)
+    fill:   copied.sync()        (1)
             gather -> staging
-            read.wait(released)  (2)
-            index.wait(released) (2)
-            read.wait(compute)   (2)                         if memory is newer than released
-            index.wait(compute)  (2)
-            index: row indices -> memory                     direct route only
-            read: staging -> memory                          staged route
-            read.wait(index)     (3)
-            read: store -> memory                            direct route: the device reads rows
-            filled = read.record()
-    transform:                       in the transform thread
-            transform.wait(filled) (11)
-            transform: function(batch) -> memory <- allocator (transform)
-            filled = transform.record()
-                                     lend: compute.wait(filled)     (4)
-                                           compute.wait(ready)      (5)
-                                           compute: newer writes -> memory
-                                           compute.wait(cache)       (10)
-                                           compute: cache -> memory  cached rows
+                                     queue: memory <- allocator (compute)
+                                            released = compute.record()
+                                            read.wait(released)   (2)
+                                            read: staging -> memory      with row indices
+                                            read: store -> memory        direct route
+                                            copied = read.record()
+                                            transform.wait(copied) (11)
+                                            transform: function(batch)
+                                                       -> memory <- allocator (transform)
+                                            filled = transform.record()
+                                     lend:  compute.wait(filled)  (4)
+                                            compute.wait(ready)   (5)
+                                            compute: newer writes -> memory
+                                            compute.wait(cache)    (10)
+                                            compute: cache -> memory  cached rows
                                      lend_next:
-                                           compute.wait(filled)     (4)    in another stream
+                                            compute.wait(filled)  (4)    in another stream
                                      capture_values:
-                                           compute.wait(cache)       (10)
-                                           compute: values -> held
-                                           compute: values -> cache  cached rows
-                                           ready = compute.record()
+                                            compute.wait(cache)    (10)
+                                            compute: values -> held
+                                            compute: values -> cache  cached rows
+                                            ready = compute.record()
                                                              begin_write:
                                                                  earlier.exception()         (6)
                                                                  write.wait(ready)           (7)
@@ -58,12 +56,8 @@ because the user owns a batch from the moment it is lent.
 
 Each wait prevents a hazard:
 
-    (1) the last copies may still read staging; after a failed fill, they may still write memory
-        that is about to be freed
-    (2) kernels may still use an earlier tensor in the same memory; memory that ``fill`` itself
-        allocates may have been in use until now, so ``released`` is too early for it
-    (3) the row indices may not have arrived yet; they have a stream of their own, so that they are
-        copied while kernels read the rows of the previous batch
+    (1) the last copies may still read staging, or staging that is about to be freed
+    (2) kernels may still use an earlier tensor in the same memory
     (4) the rows may not have arrived yet, and results of ``device_transform`` may not be computed
         yet
     (5) newer values may not be computed yet, in another stream
@@ -81,15 +75,14 @@ Each wait prevents a hazard:
 
 ``device_transform`` runs in a stream of its own, and so overlaps with the training step. Its batch
 was allocated in the stream of the consumer, and stays in the slot until ``lend`` has queued (4).
-The function may keep the batch longer and drop it at any time, so ``transform`` shares the batch
-with the function's stream. Its results are allocated in its own stream, so ``lend`` shares them
+The function may keep the batch longer and drop it at any time, so ``queue`` shares the batch with
+the function's stream. Its results are allocated in its own stream, so ``lend`` shares them
 with the consumer's stream. The allocator then gives their memory to a later call only when the
 training step has done its work. Tensors that the function holds from before the loop need no wait,
-because (2) and (11) order it after all work that the consumer queued before it reserved the slot.
+because (2) and (11) order it after all work that the consumer queued before.
 
 The loop may change its current stream, once or often. Memory then returns to the stream that it was
-allocated for, and a reader may still allocate for that stream, in a slot that was reserved before
-the change. So memory is shared with each other stream that works with it: a batch in ``lend``,
+allocated for. So memory is shared with each other stream that works with it: a batch in ``lend``,
 values in ``capture_values``, because the program may have computed them before it changed its
 stream, and values that are forwarded. ``TableSession`` shares the rows that a table looks up.
 
@@ -108,10 +101,10 @@ copies its values over those rows.
 
 A device that uses host memory needs no waits: see ``host_transfer.py``.
 
-With a timeline, ``released`` and ``filled`` are timed events. Four more events are timed: before
-the copies of ``fill`` (lane "copy", until ``filled``), before the function of ``transform`` (lane
-"device_transform", until the later ``filled``), at the end of ``lend`` (lane "device", until the
-next ``released``), and before the copies of ``begin_write``. No stream waits for these events.
+With a timeline, ``asked`` of ``reserve``, ``copied`` and ``filled`` are timed events. Four more
+events are timed: before the copies of ``queue`` (lane "copy", until ``copied``), before the
+function (lane "device_transform", until ``filled``), at the end of ``lend`` (lane "device", until
+the next ``asked``), and before the copies of ``begin_write``. No stream waits for these events.
 Their timestamps are read after they have completed.
 """
 
@@ -126,14 +119,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Device, Event, Stream, Tensor
+from pinfeed.devices.layout import Block
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import HeldValues, WriteLog
-from pinfeed.pipeline.part_memory import WHOLE, PartMemory, Staging
+from pinfeed.pipeline.part_memory import PartMemory, Staging, known_nbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import DeviceSlot, Slot
+from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
 from pinfeed.pipeline.slot_gather import Gathered, RunAll, SlotGather, run_in_turn
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch, RowGroup, failed_batch
 from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.store import Store
@@ -180,16 +174,12 @@ class Transfer(Writer):
         # All loops use the same streams, because a new stream strands the allocator's blocks.
         self._read = device.stream("read")
         self._write = device.stream("write")
-        self._index = device.stream("index")
         self._transform = device.stream("transform") if has_device_transform else None
-        self._parts = PartMemory(device, capacity, shares=True)
-        self._indices = PartMemory(device, shares=False)
-        self._gather = SlotGather(device, self._parts, self._indices, self.check_stop)
+        self._memory = PartMemory(device, capacity)
+        self._gather = SlotGather(device, self._memory, self.check_stop)
         self.slots = [DeviceSlot() for _ in range(n_slots)]
         self._active_slots = self.slots
         self._batches_per_slot = 1
-        # Bytes of the parts of the last lent batch.
-        self._needed: list[int] = []
         # Two write-backs overlap, each with its own staging memory.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
         # Number of begun write-backs. An interrupt may keep a write-back from beginning.
@@ -213,14 +203,13 @@ class Transfer(Writer):
         self.log = WriteLog()
         self.is_stopping = False
         self._was_staged = False
-        self._needed = []
         self._active_slots = self.slots[: schedule.n_slots]
         self._batches_per_slot = schedule.batches_per_slot
         return self._active_slots
 
     def staging_of(self, slot: DeviceSlot, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return the slot's page-locked memory for all parts of a job, shape (nbytes,)."""
-        return self._parts.staging(slot.staging, WHOLE, (nbytes,), np.dtype(np.uint8))
+        return self._memory.slot_staging(slot.staging, nbytes)
 
     @property
     def read_stream(self) -> Stream:
@@ -241,27 +230,19 @@ class Transfer(Writer):
             raise Cancelled
 
     def reserve(self, slot: DeviceSlot) -> None:
-        """Allocate device memory for the slot's next batches (consumer).
-
-        The user owns the memory that the slot has lent before.
-        """
-        compute = self.device.current_stream()
+        """Prepare a slot for its next batches; the user owns what it has lent (consumer)."""
         slot.batch = None
+        slot.gathered = None
         slot.seen = self.log.completed
         if len(self.log):
             # Every batch that is not lent yet has seen these writes.
             self.log.forget(min(slot.seen for slot in self._active_slots))
-        slot.memory = self._parts.reserve(self._batches_per_slot, compute)
-        if self._indices.capacity:
-            slot.index_memory = self._indices.reserve(self._batches_per_slot, compute)
-        slot.compute = compute
-        slot.released = compute.record(timed=self._timed)
-        self._asked = slot.released
+        self._asked = self.device.current_stream().record(timed=self._timed)
         if self._lent is not None:
-            self._record_device_span(slot.released)
+            self._record_device_span(self._asked)
 
     def fill(self, slot: DeviceSlot, batch: HostBatch, number: int) -> DeviceSlot:
-        """Gather a batch and queue its copies to the device (reader; one thread per slot).
+        """Gather a batch into staging memory (reader; one thread per slot).
 
         Args:
             slot: Reserved slot.
@@ -271,49 +252,53 @@ class Transfer(Writer):
         Raises:
             Cancelled: If ``stop`` was called.
         """
-        if slot.filled is not None:
-            slot.filled.sync()  # copies may still read staging, or write memory that is freed
+        if slot.copied is not None:
+            slot.copied.sync()  # copies may still read staging, or staging that is freed
         slot.number = number
         slot.batch = batch
         slot.seen = self.log.completed
         start = self.counters.now()
         slot.copy_wait_s = start - slot.source_done_s
-        gathered = self._gather.gather(slot, batch)
-        # From now on, only the tensors keep the memory.
-        slot.memory = []
-        slot.index_memory = []
-        self._wait_for_memory(slot, gathered)
-        begun = self._read.record(timed=True) if self._timed else None
-        try:
-            self._copy_gathered(gathered)
-        finally:
-            # The next fill of this slot waits for the queued copies, after an error too.
-            slot.filled = self._read.record(timed=self._timed)
+        slot.gathered = self._gather.gather(slot, batch)
         slot.ready_s = self.counters.now()
         slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - start
-        if self._timeline is not None and begun is not None:
-            self._timeline.add_timed("copy", number, begun, slot.filled, len(batch.batches))
         return slot
 
-    def transform(self, slot: DeviceSlot, function: Callable[[Any], Any]) -> None:
-        """Call ``device_transform`` on the batch of a full slot (transform thread).
+    def queue(self, slot: DeviceSlot) -> None:
+        """Queue the copies of a full slot to the device, unless that was done (consumer).
 
-        Calls are in the order of batches.
+        Slots are in the order of their batches. An error is raised by ``lend``.
+        """
+        if slot.gathered is None:
+            return
+        batch = slot.batch
+        assert batch is not None
+        try:
+            with slot.context():
+                self._queue_copies(slot)
+                if slot.on_device is not None:
+                    slot.on_device(slot)
+        except Exception as error:
+            if not batch.keeps_errors:
+                slot.failure = error
+                return
+            failed = failed_batch(error)
+            failed.state = batch.state
+            self._queue_copies(self.fill(slot, failed, slot.number))
+
+    def transform(self, slot: DeviceSlot, function: Callable[[Any], Any]) -> None:
+        """Call ``device_transform`` on the batch of a slot (consumer).
 
         Args:
             slot: The slot, which has one batch.
             function: Function of the batch in the user's structure.
-
-        Raises:
-            Cancelled: If ``stop`` was called.
         """
-        self.check_stop()
         batch = slot.batch
         stream = self._transform
         assert batch is not None
-        assert slot.filled is not None
+        assert slot.copied is not None
         assert stream is not None
-        stream.wait(slot.filled)  # the rows may not have arrived yet
+        stream.wait(slot.copied)  # the rows for device_transform may not have arrived yet
         for tensor in self._own_tensors_in(slot.tensors[: batch.n_data]):
             # The function may keep its batch, and drop it while this stream still uses it.
             self.device.share(tensor, stream)
@@ -322,13 +307,12 @@ class Transfer(Writer):
             with self.device.in_stream(stream):
                 made = function(batch.data(slot.tensors))
         finally:
-            # The next fill of this slot waits for the queued work, after an error too.
             slot.filled = stream.record(timed=self._timed)
         if self._timeline is not None and begun is not None:
             self._timeline.add_timed("device_transform", slot.number, begun, slot.filled)
         slot.transform_outputs = self._own_tensors_in(made)
         batch.rebuild = lambda tensors: made
-        slot.ready_s = self.counters.now()
+        slot.ready_s = max(slot.ready_s, self.counters.now())
 
     def is_idle(self) -> bool:
         """Return whether the device has done all work queued before the last request (consumer)."""
@@ -339,6 +323,9 @@ class Transfer(Writer):
 
         The consumer's work from here on sees the batches as if they were gathered now.
         """
+        self.queue(slot)
+        if slot.failure is not None:
+            raise_kept(slot)
         assert slot.batch is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
@@ -348,27 +335,20 @@ class Transfer(Writer):
             self.device.share(tensor, compute)
         slot.transform_outputs = []
         if compute != slot.compute:
-            on_device = [group.indices for group in batch.groups if group.indices is not None]
-            for tensor in (*slot.tensors, *on_device):
+            for tensor in (*slot.tensors, *slot.indices):
                 self.device.share(tensor, compute)
             slot.compute = compute
         self._update_rows(slot, compute)
         tensors = slot.tensors
         # The positions of shared rows are not a part of the batch.
         del tensors[len(batch.parts) :]
-        slot.nbytes = sum(slot.needed[: len(batch.parts)]) + slot.adopted_nbytes
-        # Most batches need as many bytes as the previous one.
-        if slot.needed != self._needed:
-            self._needed = slot.needed
-            self._parts.learn(slot.needed, self._batches_per_slot)
         slot.tensors = []
+        slot.indices = []
         slot.batch = None
         if self._timed and self._timeline is not None:
             begun = compute.record(timed=True)
             self._lent = _TimedWork(slot.number, len(batch.batches), begun)
             self._timeline.settle()
-        if slot.index_needed:
-            self._indices.learn(slot.index_needed, self._batches_per_slot)
         self.counters.counts.copy_wait_s += slot.copy_wait_s
         return self._cut(batch, tensors)
 
@@ -568,32 +548,76 @@ class Transfer(Writer):
         cut = [self.device.split(tensor, sizes) for tensor in tensors]
         return deque(map(list, zip(*cut, strict=True)))
 
-    def _wait_for_memory(self, slot: DeviceSlot, gathered: Gathered) -> None:
-        """Make the copies of a fill wait until nothing else uses the slot's memory (reader)."""
-        assert slot.compute is not None
-        assert slot.released is not None
-        self._read.wait(slot.released)  # kernels may still use an earlier tensor in this memory
-        if gathered.is_late:
-            # Memory was allocated later, or parts were adopted, which moves them in this stream.
-            self._read.wait(slot.compute.record())  # kernels may still use an earlier tensor
-        if gathered.indices:
-            self._index.wait(slot.released)  # as above, for the memory of row indices
-            if gathered.are_indices_late:
-                self._index.wait(slot.compute.record())  # as above, if it was allocated later
-
-    def _copy_gathered(self, gathered: Gathered) -> None:
-        """Queue the copies of staged parts, and the reads of direct ones (reader)."""
+    def _queue_copies(self, slot: DeviceSlot) -> None:
+        """Allocate the device memory of a slot, and queue the copies to it (consumer)."""
+        device = self.device
+        batch = slot.batch
+        gathered: Gathered = slot.gathered
+        slot.gathered = None
+        assert batch is not None
+        compute = device.current_stream()
+        layout = gathered.layout
+        tensors: list[Any] = [
+            device.adopt(part, compute) if device.adopts(part) else None for part in gathered.parts
+        ]
+        nbytes = [known_nbytes(tensor) for tensor in tensors]
+        moved, wholes = device.empty_parts(layout, compute)
+        for i, tensor, part in zip(gathered.order, moved, layout.parts, strict=True):
+            tensors[i] = tensor
+            nbytes[i] = part.nbytes
+        slot.compute = compute
+        slot.tensors = tensors[: gathered.n_batch]
+        slot.indices = tensors[gathered.n_batch :]
+        slot.nbytes = sum(nbytes[: len(batch.parts)])
+        self._memory.learn(nbytes[: len(batch.parts)], len(batch.batches))
+        self._read.wait(compute.record())  # kernels may still use an earlier tensor in this memory
+        begun = self._read.record(timed=True) if self._timed else None
         try:
-            for source, tensor in gathered.indices:
-                self.device.copy(source, tensor, self._index)
+            begin = 0
+            for block, whole in zip(layout.blocks, wholes, strict=True):
+                # The parts that the device reads itself come last, and may share a block.
+                end = min(begin + block.nbytes, len(gathered.staged))
+                if begin < end:
+                    staged = gathered.staged[begin:end]
+                    self._copy_block(staged, whole, block)
+                begin += block.nbytes
+            self._read_direct(slot, gathered, batch, tensors)
         finally:
-            if gathered.indices:
-                self._read.wait(self._index.record())  # the row indices may not have arrived yet
-        for source, tensor in gathered.staged:
-            self.device.copy(source, tensor, self._read)
-        for parts, indices in gathered.direct:
-            for _ in self.device.read(parts, self._read, indices):
-                self.check_stop()
+            # The next fill of this slot waits for the queued copies, after an error too.
+            slot.copied = slot.filled = self._read.record(timed=self._timed)
+        if self._timeline is not None and begun is not None:
+            n_batches = len(batch.batches)
+            self._timeline.add_timed("copy", slot.number, begun, slot.copied, n_batches)
+
+    def _copy_block(self, staged: npt.NDArray[np.uint8], whole: Tensor, block: Block) -> None:
+        """Queue the copy of a block, or of its first parts, from staging memory."""
+        part = block.parts[0]
+        if len(block.parts) == 1:
+            source = staged[: part.nbytes].view(part.dtype).reshape(part.shape)
+        else:
+            source = staged.view(block.dtype)
+            if len(source) < block.nbytes // block.dtype.itemsize:
+                whole = self.device.cut(whole, 0, len(source))
+        self.device.copy(source, whole, self._read)
+
+    def _read_direct(
+        self, slot: DeviceSlot, gathered: Gathered, batch: HostBatch, tensors: Sequence[Tensor]
+    ) -> None:
+        """Queue reads of the parts that the device reads itself."""
+        left = set(gathered.direct)
+        slot.sources = [gathered.parts[i] for i in gathered.direct]
+        for g, group in enumerate(batch.groups):
+            own = [i for i in range(group.first, group.first + len(group.stores)) if i in left]
+            if not own:
+                continue
+            left.difference_update(own)
+            indices = tensors[gathered.index_of[g]] if g in gathered.index_of else None
+            batch.groups[g] = group._replace(indices=indices)
+            reads = [(gathered.parts[i], tensors[i]) for i in own]
+            deque(self.device.read(reads, self._read, indices), maxlen=0)
+        if left:
+            others = [(gathered.parts[i], tensors[i]) for i in sorted(left)]
+            deque(self.device.read(others, self._read, None), maxlen=0)
 
     def _copy_to_host(
         self,
@@ -626,7 +650,7 @@ class Transfer(Writer):
                 direct.append((store, held))
                 continue
             shape = (len(group.rows), *store.row_shape)
-            out = self._parts.staging(staging, group.first + i, shape, store.dtype)
+            out = self._memory.staging(staging, group.first + i, shape, store.dtype)
             self.device.copy(held, out, self._write)
             staged.append(StagedRows(store, group.rows, out))
         if direct:
@@ -637,7 +661,7 @@ class Transfer(Writer):
         """Copy values of a group's store ``i`` on the device."""
         store = group.stores[i]
         # The size is always that of a full batch, because the allocator reuses memory of one size.
-        memory = self.device.empty(self._parts.capacity[group.first + i], compute)
+        memory = self.device.empty(self._memory.capacity[group.first + i], compute)
         tensor = self.device.tensor(memory, (len(group.rows), *store.row_shape), store.dtype)
         self.device.copy(value, tensor, compute)
         return tensor

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import RowCopy, aligned
+from pinfeed.devices.device import RowCopy
+from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.native.library import library
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
@@ -160,15 +161,14 @@ class SimDevice:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return SimMemory(block, nbytes, stream)
 
-    def empty_parts(self, layout: Any, stream: SimStream) -> tuple[list[int], list[DeviceArray]]:
-        arrays = []
-        for block in layout.blocks:
-            buffer = self.empty(block.nbytes, stream)
-            offset = 0
-            for part in block.parts:
-                arrays.append(self.tensor(buffer, part.shape, part.dtype, offset))
-                offset += aligned(part.nbytes)
-        return [array._array.ctypes.data for array in arrays], arrays
+    def empty_parts(
+        self, layout: RowLayout, stream: Any
+    ) -> tuple[list[DeviceArray], list[DeviceArray]]:
+        return tensors_in_blocks(self, layout, stream)
+
+    def address(self, tensor: DeviceArray) -> int:
+        address: int = tensor._array.ctypes.data
+        return address
 
     def tensor(
         self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
@@ -212,8 +212,11 @@ class SimDevice:
 
         stream._enqueue(launch)
 
+    def adopts(self, part: UnreadPart) -> bool:
+        return False
+
     def adopt(self, part: UnreadPart, stream: Any) -> Any:
-        return None
+        raise AssertionError("no value is adopted")
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         return ""

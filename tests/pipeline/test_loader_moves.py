@@ -172,10 +172,10 @@ class Failing:
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_an_error_comes_after_the_batches_before_it(depth: int, n: int) -> None:
     n_received = 0
-    with wrap_loader(Failing(n), device=SimDevice(has_engine=True), depth=depth) as feeder:
-        with pytest.raises(ValueError, match="has failed"):
-            for _ in feeder:
-                n_received += 1
+    feeder = wrap_loader(Failing(n), device=SimDevice(has_engine=True), depth=depth)
+    with feeder, pytest.raises(ValueError, match="has failed"):
+        for _ in feeder:
+            n_received += 1
     assert n_received == n
 
 
