@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import runner_of
 from support.loaders import (
     DEPTHS,
     DEVICES,
@@ -202,6 +203,12 @@ def test_after_close() -> None:
     with loader, pytest.raises(errors.ClosedError):
         iter(loader)
     assert list(iterator) == []
+
+
+def test_a_loop_without_threads_counts_its_batches() -> None:
+    loader = wrap_loader([torch.ones(2)] * 3, device="cpu", depth=0)
+    numbers = [runner_of(loader).state()["batch"] for _ in loader]
+    assert numbers == [1, 2, 3]
 
 
 def close_in_another_thread(feeder: Any) -> None:
