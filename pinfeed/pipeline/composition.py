@@ -56,7 +56,7 @@ from pinfeed.pipeline.writer import Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Sequential
+from pinfeed.rows.orders import Sequential, Shuffled
 
 if TYPE_CHECKING:
     from pinfeed.native.memory_rows import MemoryRows
@@ -285,8 +285,9 @@ def _engine_loop(
         close=lambda n_requested: close_unless_running(spans),
         quiesce=mover.quiesce,
     )
-    # To draw consecutive rows takes less time than to take them from another thread.
-    draws_ahead = type(batches.order) is not Sequential
+    # To draw these rows takes less time than to take them from another thread, which also needs the
+    # interpreter's lock.
+    draws_ahead = type(batches.order) not in (Sequential, Shuffled)
     return EngineLoop(
         parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead
     )

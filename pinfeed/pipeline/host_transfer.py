@@ -225,13 +225,17 @@ class HostTransfer:
             batch: The batches.
             arrays: Memory of each part of all batches.
         """
-        wrap = self._wrap
         if len(batch.batches) == 1:
-            return deque(([wrap(array) for array in arrays],))
-        return deque([wrap(array[begin:end]) for array in arrays] for begin, end in batch.ranges())
+            return deque(([self._wrap(array) for array in arrays],))
+        ranges = batch.ranges()
+        columns = []
+        for array in arrays:
+            # numpy does not have bfloat16, whose kind is "V".
+            wrap = self.device.wrap if array.dtype.kind == "V" else self.device.from_numpy
+            columns.append([wrap(array[begin:end]) for begin, end in ranges])
+        return deque(map(list, zip(*columns, strict=True)))
 
     def _wrap(self, array: Array) -> Tensor:
-        # numpy does not have bfloat16, whose kind is "V".
         return self.device.wrap(array) if array.dtype.kind == "V" else self.device.from_numpy(array)
 
     def _grow(self, i: int, nbytes: int) -> int:

@@ -63,9 +63,8 @@ class LoaderLoop(Loop):
         threads = self.threads
         lent_batch = PassedBatch(self._parts.first)
         self.consumer = threading.get_ident()
-        exit_hook.loops.add(self._reference)
         try:
-            while not mover.is_stopping:
+            while not mover.is_stopping and threads.n_forks == exit_hook.n_forks:
                 try:
                     batch = next(self._batches)
                 except ENDS_SILENTLY as error:
@@ -86,8 +85,7 @@ class LoaderLoop(Loop):
                 yield lent_batch
                 lent_batch.number += 1
                 self._n_requested += 1
-                if threads.has_ended or threads.n_forks != exit_hook.n_forks:
-                    threads.require_running()
+            threads.require_running()
             raise ClosedError(CLOSED_WHILE_WAITING)
         finally:
             self._leave()

@@ -2,9 +2,11 @@
 
 import collections
 import multiprocessing
+import time
 import typing
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -247,6 +249,33 @@ def test_a_loaders_own_containers_stay_as_they_are(device: Any) -> None:
     assert batch["x"][0] is x
 
 
+@pytest.mark.parametrize("batch", [[torch.ones(2)], {0: torch.ones(2)}], ids=["list", "dict"])
+def test_flat_containers_stay_as_they_are(batch: Any, device: Any) -> None:
+    (got,) = wrap_loader([batch], device=device)
+    got.pop(0)
+    assert len(batch) == 1
+
+
+def test_tensors_elsewhere_are_moved_to_the_cpu() -> None:
+    # A tensor without values cannot be moved.
+    with pytest.raises(NotImplementedError, match="meta"):
+        list(wrap_loader([[torch.zeros(2, device="meta")]], device="cpu"))
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: [x], lambda x: [[x]]])
+def test_only_the_training_step_keeps_a_batch(make: Callable[[Any], Any]) -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def collate(values: Any) -> Any:
+        x = torch.tensor(values)
+        kept.append(weakref.ref(x))
+        return make(x)
+
+    for batch in wrap_loader(DataLoader(range(2), collate_fn=collate), device="cpu", depth=0):
+        del batch
+        assert kept.pop()() is None
+
+
 # ---- attributes and length -----------------------------------------------------------------------
 
 
@@ -375,6 +404,16 @@ def test_stats_count_batches_that_the_loop_received(device: Any, depth: int) -> 
     assert loader.stats.seconds >= loader.stats.wait_s > 0
 
 
+def test_stats_count_the_time_of_the_loader() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        time.sleep(0.02)
+        yield torch.ones(2)
+
+    loader = wrap_loader(batches(), device="cpu")
+    list(loader)
+    assert loader.stats.read_s >= loader.stats.source_s >= 0.02
+
+
 def test_stats_count_the_bytes_of_tensors() -> None:
     batch = (
         torch.zeros(3, 4).t(),
@@ -395,6 +434,8 @@ def test_stats_count_the_bytes_of_tensors() -> None:
     [
         (torch.ones(3, 2), 3),
         (["a", torch.tensor(1.0), np.zeros((2, 5))], 2),
+        ([torch.tensor(1.0), torch.zeros(2, 5)], 2),
+        ((torch.zeros(0, 2), torch.zeros(3)), 0),
         (torch.tensor(1.0), 1),
         ("text", 1),
         ({}, 1),

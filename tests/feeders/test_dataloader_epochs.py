@@ -1,6 +1,7 @@
 """The epochs of wrap_loader: random numbers, and how a loop ends."""
 
 import multiprocessing
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import runner_of
 from support.loaders import (
     DEPTHS,
     DEVICES,
@@ -201,6 +203,72 @@ def test_after_close() -> None:
     with loader, pytest.raises(errors.ClosedError):
         iter(loader)
     assert list(iterator) == []
+
+
+def test_a_loop_without_threads_counts_its_batches() -> None:
+    loader = wrap_loader([torch.ones(2)] * 3, device="cpu", depth=0)
+    numbers = [runner_of(loader).state()["batch"] for _ in loader]
+    assert numbers == [1, 2, 3]
+
+
+def close_in_another_thread(feeder: Any) -> None:
+    closer = threading.Thread(target=feeder.close)
+    closer.start()
+    closer.join()
+
+
+def test_close_in_another_thread_ends_a_loop_without_threads() -> None:
+    loader = wrap_loader([torch.ones(2)] * 3, device="cpu", depth=0)
+    iterator = iter(loader)
+    next(iterator)
+    close_in_another_thread(loader)
+    with pytest.raises(errors.ClosedError, match="another thread closed the feeder"):
+        next(iterator)
+
+
+def test_close_while_a_loop_without_threads_waits() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.ones(2)
+        close_in_another_thread(loader)
+        yield torch.ones(2)
+        yield torch.ones(2)
+
+    loader = wrap_loader(batches(), device="cpu", depth=0)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    with pytest.raises(errors.ClosedError, match="was waiting for a batch"):
+        next(iterator)
+
+
+def test_a_fork_cannot_continue_a_loop_without_threads() -> None:
+    iterator = iter(wrap_loader([torch.ones(2)] * 3, device="cpu", depth=0))
+    next(iterator)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            next(iterator)
+        except errors.ClosedError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(iterator)) == 2
+
+
+class MetaDevice(HostDevice):
+    """Device of another name, on which batches have no values."""
+
+    name = "meta"
+
+    def adopt(self, part: Any, stream: Any) -> Any:
+        return part.host_value.to(self.name)
+
+
+def test_batches_are_moved_to_other_devices_in_host_memory() -> None:
+    (batch,) = wrap_loader([torch.ones(2)], device=MetaDevice(), depth=0)
+    assert batch.is_meta
 
 
 def test_a_device_that_was_given_stays_open() -> None:

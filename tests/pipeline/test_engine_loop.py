@@ -23,7 +23,7 @@ import pinfeed
 from pinfeed.native import library as native
 from pinfeed.pipeline.engine_loop import EngineLoop
 from pinfeed.pipeline.prefetch_loop import PrefetchLoop
-from pinfeed.rows.orders import Sequential
+from pinfeed.rows.orders import Drawn, Sequential, Shuffled
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
@@ -136,6 +136,17 @@ def test_a_copy_is_read_by_an_engine_once_it_is_loaded(shuffle: bool, n_loads: i
             np.testing.assert_array_equal(found, want[rows])
             assert isinstance(loop_of(feeder), EngineLoop) is (epoch >= n_loads)
         assert feeder.stats.depth == 31
+
+
+@pytest.mark.parametrize(
+    ("rows", "has_reader"), [(Sequential(), False), (Shuffled(0), False), (Drawn(50, 0), True)]
+)
+def test_a_thread_draws_only_slow_orders(rows: Any, has_reader: bool) -> None:
+    with feeder_of(np.arange(50), rows=rows) as feeder:
+        for _ in feeder:
+            assert isinstance(loop_of(feeder), CrewLoop)
+            names = {thread.name.rpartition("_")[0] for thread in threading.enumerate()}
+            assert ("pinfeed-read" in names) == has_reader
 
 
 def test_a_span_of_row_indices_has_whole_batches() -> None:

@@ -38,17 +38,14 @@ class CopyingDevice(HostDevice):
         super().__init__()
         self._direct = direct
 
-    def adopt(self, part: Any, stream: Any) -> Any:
+    def adopts(self, part: Any) -> bool:
         value = getattr(part, "host_value", None)
-        if value is None:
-            return None
-        plain = (
+        return value is not None and not (
             type(value) is torch.Tensor
             and value.layout is torch.strided
             and not value.is_nested
             and not value.requires_grad
         )
-        return None if plain else value.to("cpu")
 
     def reaches(self, source: Any) -> bool:
         return self._direct

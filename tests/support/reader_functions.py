@@ -18,8 +18,8 @@ class StagingDevice(HostDevice):
 
     unified = False
 
-    def adopt(self, part: Any, stream: Any) -> Any:
-        return None
+    def adopts(self, part: Any) -> bool:
+        return False
 
     def reaches(self, source: Any) -> bool:
         return False
