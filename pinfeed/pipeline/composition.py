@@ -366,9 +366,10 @@ def _close(source: Source, opened: contextlib.ExitStack, n_requested: int) -> No
 
 def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[Tensor]]:
     """Lend a slot, and count the time of its transforms."""
+    tensors = lend(slot)
     counters.counts.host_transform_s += slot.host_transform_s
     counters.counts.device_transform_s += slot.device_transform_s
-    return lend(slot)
+    return tensors
 
 
 def _fill_recorded(timeline: Timeline, fill: Fill, slot: Slot, turn: int) -> Slot | None:

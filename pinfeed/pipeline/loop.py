@@ -375,4 +375,6 @@ class SynchronousLoop(Loop):
             for transform in (parts.transform, parts.transform_on_device):
                 if filled is not None and transform is not None:
                     transform(filled)
+        if filled is not None and parts.queue is not None:
+            parts.queue(filled)
         return filled

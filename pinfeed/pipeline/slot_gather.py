@@ -78,7 +78,8 @@ class SlotGather:
         n_staged = len(order) - len(direct)
         nbytes = [*layout.offsets, layout.nbytes][n_staged]
         staged = self._memory.slot_staging(slot.staging, nbytes)
-        for i, offset in zip(order[:n_staged], layout.offsets, strict=False):
+        # Parts are read in their own order, which functions of the user may depend on.
+        for i, offset in sorted(zip(order[:n_staged], layout.offsets, strict=False)):
             part = parts[i]
             out = staged[offset : offset + sizes[i].nbytes].view(part.dtype).reshape(part.shape)
             self._check_stop()

@@ -323,7 +323,6 @@ class Transfer(Writer):
 
         The consumer's work from here on sees the batches as if they were gathered now.
         """
-        self.queue(slot)
         if slot.failure is not None:
             raise_kept(slot)
         assert slot.batch is not None

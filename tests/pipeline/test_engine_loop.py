@@ -144,7 +144,7 @@ def test_a_copy_is_read_by_an_engine_once_it_is_loaded(shuffle: bool, n_loads: i
 def test_a_thread_draws_only_slow_orders(rows: Any, has_reader: bool) -> None:
     with feeder_of(np.arange(50), rows=rows) as feeder:
         for _ in feeder:
-            assert isinstance(loop_of(feeder), CrewLoop)
+            assert isinstance(loop_of(feeder), EngineLoop)
             names = {thread.name.rpartition("_")[0] for thread in threading.enumerate()}
             assert ("pinfeed-read" in names) == has_reader
 

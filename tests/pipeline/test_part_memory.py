@@ -1,6 +1,5 @@
 """Small parts of a batch share one buffer and one copy; large ones have their own."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pinfeed import ArrayStore, Feeder, wrap_loader
-from pinfeed.pipeline import part_memory
-from pinfeed.pipeline.part_memory import PartMemory, shared_nbytes
+from pinfeed.devices import layout
+from pinfeed.devices.layout import BatchPart, RowLayout
+from pinfeed.pipeline.part_memory import PartMemory
 from pinfeed.testing import SimDevice, favour
 from pinfeed.testing.simtorch import SimTorchDevice
 
@@ -36,37 +36,46 @@ class Counting(SimTorchDevice):
         super().copy(src, dst, stream)
 
 
-@given(SIZES, st.integers(1, 4))
-def test_parts_do_not_overlap(sizes: list[int], n_batches: int) -> None:
+@given(SIZES)
+def test_parts_do_not_overlap(sizes: list[int]) -> None:
     device = SimDevice()
-    memory = PartMemory(device, sizes, shares=True)
-    places = memory.reserve(n_batches, device.current_stream())
-    assert [place is None for place in places] == [size == 0 for size in sizes]
-    found = [place for place in places if place is not None]
-    assert [place.nbytes for place in found] == [size * n_batches for size in sizes if size]
-    shared = sorted((place for place in found if place.is_shared), key=lambda place: place.offset)
-    assert len(shared) != 1
-    assert all(place.offset % 512 == 0 for place in shared)
-    assert all(place.nbytes <= 64 * KIB for place in shared)
-    assert len({id(place.buffer) for place in shared}) <= 1
-    for one, following in itertools.pairwise(shared):
-        assert one.offset + one.nbytes <= following.offset
-    assert shared_nbytes(places) == (shared[-1].offset + shared[-1].nbytes if shared else 0)
-    assert shared_nbytes(places) <= 1 << 20
-    for place in found:
-        assert place.offset + place.nbytes <= len(place.buffer.contents)
+    parts = [BatchPart((size,), np.dtype(np.uint8)) for size in sorted(sizes)]
+    found = RowLayout.of(parts)
+    ends = [offset + part.nbytes for offset, part in zip(found.offsets, parts, strict=True)]
+    assert all(offset % 512 == 0 for offset in found.offsets)
+    assert all(end <= after for end, after in zip(ends, found.offsets[1:], strict=False))
+    assert max(ends, default=0) <= found.nbytes
+    assert sum(block.nbytes for block in found.blocks) == found.nbytes
+    assert [part for block in found.blocks for part in block.parts] == parts
+    for block in found.blocks:
+        assert block.nbytes <= 1 << 20
+        assert len(block.parts) == 1 or all(part.nbytes <= 64 * KIB for part in block.parts)
+    tensors, wholes = device.empty_parts(found, device.current_stream())
+    assert [tensor.shape for tensor in tensors] == [part.shape for part in parts]
+    assert len(wholes) == len(found.blocks)
+    for i, tensor in enumerate(tensors):
+        tensor._array.fill(i % 251)
+    assert all((tensor._array == i % 251).all() for i, tensor in enumerate(tensors))
 
 
-def test_a_part_that_outgrows_its_place_gets_memory_of_its_own() -> None:
-    device = SimDevice()
-    stream = device.current_stream()
-    memory = PartMemory(device, [100, 100], shares=True)
-    reserved = memory.reserve(1, stream)
-    assert memory.place(reserved, 0, 100, stream) == (reserved[0], True)
-    grown, is_reserved = memory.place(reserved, 0, 101, stream)
-    assert (grown.is_shared, grown.offset, is_reserved) == (False, 0, False)
-    assert grown.nbytes >= 101
-    assert memory.place(reserved, 2, 7, stream)[0].nbytes == 7
+def test_parts_of_several_dtypes_share_memory() -> None:
+    parts = [BatchPart((3,), np.dtype("u1")), BatchPart((2, 5), np.dtype("f8"))]
+    (block,) = RowLayout.of(parts).blocks
+    assert (block.dtype, block.nbytes) == (np.dtype("u1"), 1024)
+    assert block.sizes == [3, 509, 80, 432]
+    (same,) = RowLayout.of([parts[1], parts[1]]).blocks
+    assert (same.dtype, same.sizes) == (np.dtype("f8"), [10, 54, 10, 54])
+
+
+def test_staging_memory_grows() -> None:
+    memory = PartMemory(SimDevice(), [100, 100])
+    staging: dict[Any, Any] = {}
+    assert memory.slot_staging(staging, 100).shape == (100,)
+    kept = staging["whole"]
+    assert memory.slot_staging(staging, 50).shape == (50,)
+    assert staging["whole"] is kept
+    assert memory.slot_staging(staging, 1001).shape == (1001,)
+    assert len(staging["whole"]) >= 1001
     memory.learn([90, 300, 7], 1)
     assert memory.capacity[0] == 100
     assert memory.capacity[1] >= 300
@@ -96,7 +105,7 @@ def test_many_small_tensors_take_one_allocation_and_one_copy() -> None:
 @pytest.mark.parametrize("direct", [False, True])
 def test_large_and_small_parts_of_rows(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part is large; and rows that the device reads itself lie between copied ones."""
-    monkeypatch.setattr(part_memory, "_SMALL_NBYTES", 64)
+    monkeypatch.setattr(layout, "SMALL_NBYTES", 64)
     rng = np.random.default_rng(0)
     arrays = {
         name: rng.standard_normal((24, *shape)).astype("f4")
@@ -108,7 +117,7 @@ def test_large_and_small_parts_of_rows(direct: bool, monkeypatch: pytest.MonkeyP
             return direct and getattr(source, "store", source) is stores["c"]
 
     stores = {name: ArrayStore(array.copy()) for name, array in arrays.items()}
-    device = Some(favour("read", "index", "compute", "pinfeed-read"))
+    device = Some(favour("read", "compute", "pinfeed-read"))
     order = rng.permutation(24)
     with Feeder(stores, rows=list(order.reshape(-1, 4)), device=device) as feeder:
         for i, batch in enumerate(feeder.batches()):

@@ -15,6 +15,7 @@ from support.internals import mover_of
 from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, switch
 
 from pinfeed import ArrayStore, Feeder
+from pinfeed.devices import layout
 from pinfeed.testing import SimDevice, favour, lazy
 
 N, D = 12, 2
@@ -23,8 +24,12 @@ FIXED = [
     for r in ([0, 2, 1], [3, 5, 4, 6, 7], [2, 1], [9, 8], [9, 2, 0], [1], [10, 11], [9, 8, 1])
 ]
 GROWING = [np.array(r) for r in ([0], [1], [0], [1], [3], [3, 4, 5, 6, 7], [2, 1], [8, 9, 5, 4, 0])]
-# The parts of the largest batch, and the buffer that they share.
-BUFFERS: list[tuple[tuple[int, ...], str]] = [((5, D), "f8"), ((5,), "i4"), ((1024,), "u1")]
+# The parts of the largest batch, and the memory that they share with positions and row indices.
+BUFFERS: list[tuple[tuple[int, ...], str]] = [
+    ((5, D), "f8"),
+    ((5,), "i4"),
+    *(((nbytes,), "u1") for nbytes in (1024, 1536, 2048)),
+]
 CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 
 
@@ -84,6 +89,9 @@ class Run:
                     device.switch(name)
                 # The batch is not held while the next one is made, so its memory can be reused.
                 del batch
+                if self.switch_after is not None:
+                    # Also in the stream for which it was allocated.
+                    self.use_memory(device)
         # The user reads this right after the loop.
         self.x, self.y = self.x.copy(), self.y.copy()
         del feeder, stores
@@ -116,8 +124,17 @@ class Run:
             if array is not None:
                 # Values were copied: the user may change them at once.
                 device.launch(lambda a: a.fill(-1), array)
+        if i == self.switch_in:
+            del x, y, new_x, new_y, array
+            # The program goes on in the earlier stream, too.
+            device.switch("compute")
+            self.use_memory(device)
+            device.switch("another")
+        self.use_memory(device)
+
+    def use_memory(self, device: SimDevice) -> None:
+        """Use as much memory as the largest batch, as a model does in between."""
         for array in (device.array(shape, dtype) for shape, dtype in BUFFERS):
-            # A model needs this memory in between, as much as the largest batch.
             device.launch(lambda a: a.fill(2), array)
 
 
@@ -278,13 +295,14 @@ def test_memory_used_in_another_stream_must_be_shared_with_it(
             if sys._getframe(1).f_code.co_name != caller:
                 super().share(tensor, stream)
 
+    # The copies of a batch are queued up to three requests before, and streams alternate.
     every = itertools.product(CORNERS.values(), kwargs)
-    assert any(fails(Forgetful(choose()), options) for choose, options in every)
+    assert any(fails(Forgetful(choose()), options, depth=3) for choose, options in every)
 
 
-def fails(device: SimDevice, kwargs: dict[str, Any]) -> bool:
+def fails(device: SimDevice, kwargs: dict[str, Any], depth: int = 2) -> bool:
     try:
-        check(device, 2, **kwargs)
+        check(device, depth, **kwargs)
     except AssertionError:
         return True
     return False
@@ -333,11 +351,16 @@ def test_a_loop_that_drops_its_batches_stays_within_the_plan(depth: int) -> None
 
 
 @pytest.mark.parametrize("corner", CORNERS)
-def test_copies_of_a_failed_fill_end_before_the_next_try(corner: str) -> None:
-    """The device refuses one copy of a slot whose other copies are queued.
+def test_copies_of_a_slot_that_fails_end_before_its_memory_is_freed(
+    corner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device refuses the second of two copies of a slot.
 
-    Their memory may be the user's next array otherwise.
+    Memory of the first one may be the user's next array otherwise.
     """
+
+    # Each part has memory of its own.
+    monkeypatch.setattr(layout, "SMALL_NBYTES", 64)
 
     class Refusing(SimDevice):
         def copy(self, src: Any, dst: Any, stream: Any) -> None:
@@ -347,13 +370,13 @@ def test_copies_of_a_failed_fill_end_before_the_next_try(corner: str) -> None:
 
     device = Refusing(CORNERS[corner]())
     size = 4
-    n_good = 11
+    n_good = 8
     x, y = np.arange(64 * size, dtype=np.float64), np.zeros(64 * size, np.int32)
-    y[n_good * size] = -1
+    y[11 * size] = -1
     seen: dict[int, np.ndarray] = {}
     own: list[Any] = []
     with Feeder((ArrayStore(x), ArrayStore(y)), batch_size=size, device=device) as feeder:
-        # Each of eight batches: the refused one is the fourth of the second slot.
+        # Each of eight batches; the rows of the second one are refused.
         assert len(mover_of(feeder).slots) == 4
         sizes = [n * size * 8 for n in (1, 3, 8)]
         with pytest.raises(RuntimeError, match="the copy is refused"):

@@ -48,7 +48,7 @@ class CopyingDevice(HostDevice):
         )
 
     def reaches(self, source: Any) -> bool:
-        return self._direct
+        return self._direct and getattr(source, "host_value", None) is not None
 
 
 DEVICES: dict[str, Callable[[], Any]] = {
