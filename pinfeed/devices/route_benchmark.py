@@ -18,16 +18,9 @@ import torch
 
 from pinfeed.devices.kernels import THIN, Grid
 from pinfeed.devices.route import STAGED, Rates, Route, Timing, fastest_direct
-from pinfeed.native.library import library
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.host_rows import (
-    DIVIDED_NBYTES,
-    N_GATHERING_THREADS,
-    Gatherable,
-    StoreRows,
-    part_nbytes,
-)
+from pinfeed.stores.host_rows import Gatherable, StoreRows, part_nbytes
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import row_nbytes
 from pinfeed.threads.pool import ThreadPool
@@ -79,7 +72,7 @@ def measure(
         n_rows: Rows of a batch.
         queue_products: Queues a number of matrix products in the current stream.
     """
-    with ThreadPool(_n_threads(stores, n_rows), "pinfeed-tuning") as readers:
+    with ThreadPool(_N_READERS, "pinfeed-tuning") as readers:
         trial = _Trial(device, stores, n_rows, queue_products)
         stage = functools.partial(trial.stage, readers)
         ways: list[tuple[Route, _MoveBatch]] = [(STAGED, stage)]
@@ -102,12 +95,6 @@ def measure(
             for stream in (trial.write_stream, trial.read_stream)
         )
     return Rates(kernel, copy_engine, staged, trial.products_s, both, in_turn)
-
-
-def _n_threads(stores: Sequence[ArrayStore], n_rows: int) -> int:
-    """Return the number of threads that gather the batches of a loop."""
-    is_divided = n_rows * max(map(row_nbytes, stores)) >= DIVIDED_NBYTES and library() is not None
-    return max(_N_READERS, N_GATHERING_THREADS) if is_divided else _N_READERS
 
 
 class _Trial:

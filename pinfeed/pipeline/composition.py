@@ -57,6 +57,7 @@ from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Sequential, Shuffled
+from pinfeed.stores.host_rows import memory_rows_of
 
 if TYPE_CHECKING:
     from pinfeed.native.memory_rows import MemoryRows
@@ -131,6 +132,13 @@ def _fill_parts(
     lend = moves.lend
     if transforms:
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
+        # To read short batches in memory takes less time than to hand them to another thread.
+        filler.transforms_in_fill = (
+            transforms.gather is not None
+            and schedule.n_readers == schedule.n_transform_threads == 1
+            and isinstance(source, RowSource)
+            and all(memory_rows_of(store) is not None for store in source.stores)
+        )
         lend = functools.partial(_lend_transformed, mover.counters, lend)
     parts = FillParts(
         mover=mover,
@@ -232,6 +240,11 @@ def _add_transforms(
     is_unified = parts.mover.device.unified
     if not is_unified and transforms.gather is None:
         # The loop calls ``device_transform`` when it queues the copies.
+        return
+    if filler.transforms_in_fill:
+        if transforms.device is not None and is_unified:
+            parts.n_transform_threads = 1
+            parts.transform = filler.transform_on_device
         return
     parts.n_transform_threads = 1
     parts.transform = filler.transform if is_unified else filler.transform_on_host

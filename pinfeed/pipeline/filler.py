@@ -139,6 +139,8 @@ class TransformingFiller(Filler):
     ) -> None:
         super().__init__(mover, draws, gather, first, schedule)
         self._transforms = transforms
+        self.transforms_in_fill = False
+        """Whether ``fill`` calls ``host_transform``, and not another thread."""
         if transforms.gather is not None:
             transforms.gather.begin(schedule)
 
@@ -172,6 +174,8 @@ class TransformingFiller(Filler):
         slot.tensors = []
         slot.batch_tensors.clear()
         slot.rows_s = self._mover.counters.now() - source_done_s
+        if self.transforms_in_fill:
+            self.transform_on_host(slot)
         return slot
 
     def transform(self, slot: Slot) -> None:

@@ -1,4 +1,4 @@
-"""LoopThreads: the reader threads and the writer threads of one loop."""
+"""LoopThreads: the reader threads and the writer thread of one loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pinfeed.errors import ClosedError
 from pinfeed.native.engine import Engine
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.user_calls import guarded
-from pinfeed.stores.host_rows import N_GATHERING_THREADS
 from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.exit import exit_hook
 
@@ -22,8 +21,6 @@ from pinfeed.threads.exit import exit_hook
 # most half of the cores.
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
 
-_READ_HELPERS = "pinfeed-read-helper"
-_SCATTER_HELPERS = "pinfeed-scatter-helper"
 
 _CLOSED = (
     "another thread closed the feeder while its loop ran; join the thread of the loop before "
@@ -32,12 +29,11 @@ _CLOSED = (
 
 
 class LoopThreads:
-    """Reader threads and writer threads of one loop.
+    """Reader threads and the writer thread of one loop.
 
-    ``start_readers`` starts the reader threads and the transform threads. Helpers of the readers
-    start with the first long batch that is staged. The writer threads start with the first
-    write-back: one queues the copies to the host, the other scatters the rows that have arrived,
-    and may have helpers. At depth 0, a loop has no threads, and the caller makes every call itself.
+    ``start_readers`` starts the reader threads and the transform threads. The writer thread starts
+    with the first write-back, and may have helpers. At depth 0, a loop has no threads, and the
+    caller makes every call itself.
 
     Args:
         device: Device that makes the threads.
@@ -64,7 +60,7 @@ class LoopThreads:
         # Identifiers of the threads that have written rows back.
         self._writers: set[int] = set()
         # Another thread may close the feeder while the loop writes rows back. Without this lock, it
-        # could join the writer threads just before one starts for the write-back.
+        # could join the writer thread just before it starts for the write-back.
         self._joining = threading.Lock()
         self._are_writers_joined = False
         # All threads that ``start_readers`` has started.
@@ -72,11 +68,8 @@ class LoopThreads:
         self.engine: Engine | None = None
         """Threads that gather rows without Python; None if the loop has none."""
         self._writer: Workers | None = None
-        self._scatterer: Workers | None = None
-        # Threads that share the calls of a reader or of the second writer, by the prefix of their
-        # names. Several reader threads may make the first such calls at the same time.
-        self._helpers: dict[str, Workers] = {}
-        self._starting_helpers = threading.Lock()
+        # Threads that help the writer.
+        self._helpers: Workers | None = None
 
     def start_readers(
         self, *, n_transform_threads: int = 0, transforms_on_device: bool = False
@@ -102,32 +95,40 @@ class LoopThreads:
         guarded(self._named("write", batch, fn), *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Make the first writer thread call ``fn(*args)`` for a batch."""
+        """Make the writer thread call ``fn(*args)`` for a batch."""
         with self._joining:
             self._require_writers()
             if self._writer is None:
                 self._writer = self._device.worker("pinfeed-write")
             return self._writer.submit(self._write, self._named("write", batch, fn), *args)
 
-    def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Make the second writer thread call ``fn(*args)`` for a batch."""
-        with self._joining:
-            self._require_writers()
-            if self._scatterer is None:
-                self._scatterer = self._device.worker("pinfeed-scatter")
-            return self._scatterer.submit(self._write, self._named("scatter", batch, fn), *args)
-
     def scatter_all(self, calls: Sequence[Callable[[], object]]) -> None:
-        """Make several calls, in several threads if the machine has cores (second writer).
+        """Make several calls, in several threads if the machine has cores (writer).
 
         Return, or raise the first error, when all calls have ended.
         """
-        self._share(calls, _SCATTER_HELPERS, _N_SCATTER_HELPERS)
-
-    def gather_all(self, calls: Sequence[Callable[[], object]]) -> None:
-        """Do the same for a reader."""
-        n_helpers = max(0, N_GATHERING_THREADS - self._schedule.n_readers)
-        self._share(calls, _READ_HELPERS, n_helpers)
+        own: list[Call[object]] = []
+        pending: list[Pending[object]] = []
+        for i, call in enumerate(calls):
+            submitted = None
+            if i % (1 + _N_SCATTER_HELPERS):
+                # If the program is ending, or no thread starts, this thread makes the call.
+                with contextlib.suppress(Exception):
+                    if self._helpers is None:
+                        name = "pinfeed-scatter-helper"
+                        self._helpers = self._device.worker(name, _N_SCATTER_HELPERS)
+                    submitted = self._helpers.submit(guarded, call)
+            if submitted is None:
+                own.append(Call(call))
+            else:
+                pending.append(submitted)
+        for made in own:
+            made.run()
+        for one in (*pending, *own):
+            # All have ended when the first error is raised.
+            one.exception()
+        for one in (*pending, *own):
+            one.result()
 
     def join_readers(self) -> None:
         """Wait until the reader threads, the transform threads and the engine have ended."""
@@ -137,16 +138,15 @@ class LoopThreads:
         finally:
             for worker in self._readers:
                 worker.shutdown(wait=True)
-            self._join_helpers(_READ_HELPERS)
 
     def join_writers(self) -> None:
-        """Wait until the writer threads have made all submitted calls."""
+        """Wait until the writer thread has made all submitted calls."""
         with self._joining:
             self._are_writers_joined = True
-        for worker in (self._writer, self._scatterer):
-            if worker is not None:
-                worker.shutdown(wait=True)
-        self._join_helpers(_SCATTER_HELPERS)
+        if self._writer is not None:
+            self._writer.shutdown(wait=True)
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=True)
 
     @property
     def is_inside(self) -> bool:
@@ -181,47 +181,6 @@ class LoopThreads:
             self.require_not_forked()
         if self.has_ended:
             raise ClosedError(_CLOSED)
-
-    def _share(self, calls: Sequence[Callable[[], object]], helpers: str, n_helpers: int) -> None:
-        """Make several calls, in this thread and in helpers, and raise the first error."""
-        error = self._first_error(calls, helpers, n_helpers)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # The error's traceback keeps this frame, which must not keep the error.
-                del error
-
-    def _first_error(
-        self, calls: Sequence[Callable[[], object]], helpers: str, n_helpers: int
-    ) -> BaseException | None:
-        own: list[Call[object]] = []
-        pending: list[Pending[object]] = []
-        for i, call in enumerate(calls):
-            submitted = None
-            if i % (1 + n_helpers):
-                # If the program is ending, or no thread starts, this thread makes the call.
-                with contextlib.suppress(Exception):
-                    submitted = self._started(helpers, n_helpers).submit(guarded, call)
-            if submitted is None:
-                own.append(Call(call))
-            else:
-                pending.append(submitted)
-        for made in own:
-            made.run()
-        pending += own
-        errors = [made.exception() for made in pending]
-        return next(filter(None, errors), None)
-
-    def _started(self, helpers: str, n_helpers: int) -> Workers:
-        with self._starting_helpers:
-            if helpers not in self._helpers:
-                self._helpers[helpers] = self._device.worker(helpers, n_helpers)
-            return self._helpers[helpers]
-
-    def _join_helpers(self, helpers: str) -> None:
-        if helpers in self._helpers:
-            self._helpers[helpers].shutdown(wait=True)
 
     def _require_writers(self) -> None:
         if self._are_writers_joined:

@@ -17,7 +17,6 @@ from pinfeed.pipeline.loop import FillParts, Loop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.source import Cancelled
-from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Call, Pending
 from pinfeed.threads.pool import ThreadPool
 
@@ -35,8 +34,6 @@ class PrefetchLoop(Loop):
         super().__init__(parts)
         self.keeps_last = parts.mover.device.unified
         self._turns: Iterator[int] = itertools.count()
-        if isinstance(parts.mover, Transfer):
-            parts.mover.share_gathers(self.threads.gather_all)
         # Slots that are being filled or are full, in the order of their batches.
         self._filling: deque[Pending[Slot | None]] = deque()
         # Number of the first of these whose copies to the device are queued.

@@ -13,16 +13,7 @@ from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.pipeline.part_memory import PartMemory
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
-from pinfeed.stores.host_rows import UnreadPart, gather_pieces
-
-RunAll = Callable[[Sequence[Callable[[], object]]], None]
-"""Makes several calls, maybe in several threads, and returns when all have ended."""
-
-
-def run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
-    """Make calls one after the other."""
-    for call in calls:
-        call()
+from pinfeed.stores.host_rows import UnreadPart
 
 
 @dataclass
@@ -60,8 +51,6 @@ class SlotGather:
         self._check_stop = check_stop
         # Most batches have the parts of the one before.
         self._last: tuple[list[BatchPart], RowLayout] | None = None
-        self.run_all: RunAll = run_in_turn
-        """Makes the calls that gather a long part, and returns when all have ended."""
 
     def gather(self, slot: DeviceSlot, batch: HostBatch) -> Gathered:
         """Read the staged parts of a batch (reader)."""
@@ -83,11 +72,7 @@ class SlotGather:
             part = parts[i]
             out = staged[offset : offset + sizes[i].nbytes].view(part.dtype).reshape(part.shape)
             self._check_stop()
-            pieces = gather_pieces(part, out, self._check_stop)
-            if pieces is None:
-                part.read(out, self._check_stop)
-            else:
-                self.run_all(pieces)
+            part.read(out, self._check_stop)
         return Gathered(layout, order, staged, parts, n_batch, direct, index_of)
 
     def _index_parts(

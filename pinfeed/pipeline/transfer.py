@@ -5,10 +5,10 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         those of loops whose batches need no Python in native/engine.c and native/move.c, and waits
         of activations in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
-        calls them: the consumer (it runs the training loop), a reader, or one of two writers.
+        calls them: the consumer (it runs the training loop), a reader, or the writer.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
         time. Only ``device_transform`` allocates on another stream.
-Rule 4: the consumer queues all copies to the device. Readers only fill staging memory, so they
+Rule 4: the consumer queues all copies. Readers fill staging memory, and the writer empties it; both
         call the driver once, before they begin.
 
 The consumer reserves a slot, a reader fills it, the consumer queues its copies and lends its batch
@@ -16,7 +16,7 @@ to the loop. Whenever the loop requests a batch, the consumer also queues the co
 that are full, so that they run during the training step. The slot keeps its staging memory. Its
 device memory is new each time, because the user owns a batch from the moment it is lent.
 
-    readers                          consumer                            writers
+    readers                          consumer                            writer
 
     fill:   copied.sync()        (1)
             gather -> staging
@@ -42,15 +42,15 @@ device memory is new each time, because the user owns a batch from the moment it
                                             compute: values -> held
                                             compute: values -> cache  cached rows
                                             ready = compute.record()
-                                                             begin_write:
-                                                                 earlier.exception()         (6)
-                                                                 write.wait(ready)           (7)
-                                                                 write: held -> staging  (staged)
-                                                                 write: held -> store    (direct)
-                                                                 arrived = write.record()
+                                     begin_write:
+                                            earlier.exception()   (6)
+                                            write.wait(ready)     (7)
+                                            write: held -> staging       staged
+                                            write: held -> store         direct
+                                            arrived = write.record()
                                                              finish_write:
-                                                                 arrived.sync()              (8)
-                                                                 staging -> store        (staged)
+                                                                 arrived.sync()         (8)
+                                                                 staging -> store    staged
     quiesce:                         read.record().sync()           (9)
                                      transform.record().sync()      (12)
 
@@ -126,12 +126,17 @@ from pinfeed.pipeline.forwarding import HeldValues, WriteLog
 from pinfeed.pipeline.part_memory import PartMemory, Staging, known_nbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
-from pinfeed.pipeline.slot_gather import Gathered, RunAll, SlotGather, run_in_turn
+from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, RowGroup, failed_batch
 from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.store import Store
-from pinfeed.threads.call import Call, Pending
+from pinfeed.threads.call import Pending
+
+RunAll = Callable[[Sequence[Callable[[], object]]], None]
+"""Makes several calls, maybe in several threads, and returns when all have ended."""
+
+_NOT_WRITTEN = "not written: an earlier write_back of this loop failed"
 
 
 class _TimedWork(NamedTuple):
@@ -215,10 +220,6 @@ class Transfer(Writer):
     def read_stream(self) -> Stream:
         """Stream of the copies to the device."""
         return self._read
-
-    def share_gathers(self, run_all: RunAll) -> None:
-        """Make the running loop gather long parts into staging memory with ``run_all``."""
-        self._gather.run_all = run_all
 
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
@@ -387,22 +388,22 @@ class Transfer(Writer):
         return super().capture_values(groups, values, batch, copied=copied)
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
-        """Queue copies of held values to staging memory, or to their stores (first writer).
+        """Queue copies of held values to staging memory, or to their stores (consumer).
+
+        ``finish_write`` raises the error, if this fails.
 
         Args:
             pending: The write-back.
             earlier: Calls of ``finish_write`` for those of the two previous writes that are not
                 completed.
-
-        Raises:
-            WriteBackError: If an earlier write failed, because a later one must not overtake it.
         """
         write = pending.write
         # This is decided once, because another feeder on the device may change the route.
         reached = [[self.device.reaches(store) for store in g.stores] for g in pending.groups]
+        is_staged = not all(map(all, reached))
         overtakes = any(map(any, reached)) and self._was_staged
-        self._was_staged = not all(map(all, reached))
-        for call in earlier if overtakes else earlier[:-1]:
+        self._was_staged = is_staged
+        for call in earlier if overtakes else earlier[: -1 if is_staged else 0]:
             call.exception()  # a scatter may still read this staging memory, or be overtaken
         pending.started_s = self.counters.now()
         self._begun[pending.number] = pending
@@ -412,43 +413,37 @@ class Transfer(Writer):
             self._write.wait(write.values.ready)  # the values may not be computed yet
             # The source memory stays allocated until this wait.
             if pending.log.has_failed:
-                raise WriteBackError("not written: an earlier write_back of this loop failed")
+                raise WriteBackError(_NOT_WRITTEN)
             pending.begun = self._write.record(timed=True) if self._timed else None
             tensors = write.values.tensors
             for group, held, are_reached in zip(pending.groups, tensors, reached, strict=True):
                 pending.staged += self._copy_to_host(group, held, are_reached, staging)
-        except BaseException:
+        except Exception as error:
             pending.log.has_failed = True
-            raise
+            pending.error = error
         finally:
             pending.arrived = self._write.record()
 
-    def finish_write(
-        self,
-        pending: PendingWrite,
-        begun: Pending[None],
-        run_all: RunAll,
-    ) -> None:
-        """Scatter the values of a write-back that have arrived in staging memory (second writer).
+    def finish_write(self, pending: PendingWrite, run_all: RunAll) -> None:
+        """Scatter the values of a write-back that have arrived in staging memory (writer).
 
         Args:
             pending: The write-back.
-            begun: Call of ``begin_write``.
             run_all: Makes several calls, maybe in several threads, and returns when all have ended.
 
         Raises:
-            Exception: If ``begin_write`` raised it.
+            Exception: If ``begin_write`` has failed; its error.
             WriteBackError: If an earlier write failed.
         """
         log = pending.log
         try:
-            begun.exception()
             if pending.arrived is not None:
                 pending.arrived.sync()  # the values may not have arrived yet
                 del self._begun[pending.number]
-            begun.result()
+            if pending.error is not None:
+                raise pending.error
             if log.completed != pending.write.number:
-                raise WriteBackError("not written: an earlier write_back of this loop failed")
+                raise WriteBackError(_NOT_WRITTEN)
             in_memory = [staged for staged in pending.staged if staged.is_in_memory]
             run_all([call for staged in in_memory for call in staged.scatters()])
             for staged in pending.staged:
@@ -456,9 +451,8 @@ class Transfer(Writer):
                     staged.store.scatter(staged.rows, staged.values)
         except BaseException:
             log.has_failed = True
-            # The error's traceback keeps this frame, which must not keep the call, because the call
-            # keeps the error.
-            del begun
+            # The error's traceback keeps this frame, which must not keep the error.
+            pending.error = None
             raise
         log.completed = pending.write.number + 1
         now = self.counters.now()
@@ -471,14 +465,9 @@ class Transfer(Writer):
             self._timeline.add("write", pending.batch, max(began_s, last_s), now)
 
     def write_to_stores(self, pending: PendingWrite) -> None:
-        """Begin and finish a write-back (a writer, or the consumer at depth 0)."""
-        begun = Call(self.begin_write, pending, ())
-        begun.run()
-        try:
-            self.finish_write(pending, begun, run_in_turn)
-        finally:
-            # For the same reason as in finish_write.
-            del begun
+        """Begin and finish a write-back (the consumer at depth 0)."""
+        self.begin_write(pending, ())
+        self.finish_write(pending, _run_in_turn)
 
     def copy_to_host(
         self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -517,8 +506,6 @@ class Transfer(Writer):
             if pending.arrived is not None:
                 pending.arrived.sync()  # as above, if an error kept a write from being finished
         self._begun = {}
-        # The threads of the loop have ended.
-        self._gather.run_all = run_in_turn
         self.pause()
         for slot in self.slots:
             slot.clear()
@@ -681,3 +668,8 @@ class Transfer(Writer):
         work = self._lent
         self._lent = None
         self._timeline.add_timed("device", work.number, work.begun, end, work.n_batches)
+
+
+def _run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()

@@ -120,17 +120,14 @@ class WriteQueue:
         self._counters.count_write_wait(start, idle=is_idle, batch=write.batch)
 
     def _submit(self, write: PendingWrite) -> Pending[None]:
-        """Submit a write-back; return its last call."""
+        """Begin a write-back, and submit the rest; return this call."""
         writer: Any = self._writer
         threads = self._threads
         if writer.device.unified:
-            # Without copies, a second thread has nothing to wait for.
             return threads.submit_write(write.batch, writer.write_to_stores, write)
         # Only a copy of a deque is safe while another thread, which closes the feeder, changes it.
-        earlier = tuple(self._calls.copy())[-2:]
-        begun = threads.submit_write(write.batch, writer.begin_write, write, earlier)
-        finish = writer.finish_write
-        return threads.submit_scatter(write.batch, finish, write, begun, threads.scatter_all)
+        writer.begin_write(write, tuple(self._calls.copy())[-2:])
+        return threads.submit_write(write.batch, writer.finish_write, write, threads.scatter_all)
 
     def _may_wait(self) -> bool:
         """Return whether this thread may wait for a write-back.

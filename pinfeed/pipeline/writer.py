@@ -72,6 +72,8 @@ class PendingWrite:
     """Staging memory that the device reads to compute the values."""
     started_s: float = 0.0
     """Time at which the copies were queued."""
+    error: Exception | None = None
+    """Error of queueing them."""
 
     @property
     def batch(self) -> int:
