@@ -135,6 +135,7 @@ def _fill_parts(
         # To read short batches in memory takes less time than to hand them to another thread.
         filler.transforms_in_fill = (
             transforms.gather is not None
+            and mover.counters.timeline is None
             and schedule.n_readers == schedule.n_transform_threads == 1
             and isinstance(source, RowSource)
             and all(memory_rows_of(store) is not None for store in source.stores)

@@ -154,8 +154,8 @@ def test_every_wait_for_a_cache_is_needed() -> None:
     assert len(sites) == 1
     for site in sites:
         assert any(
-            fails(SimDevice(choose(), deaf_to=site), **kwargs)
-            for choose, kwargs in itertools.product(WORST, VARIANTS)
+            fails(SimDevice(choose(), deaf_to=site), policy=policy, **kwargs)
+            for choose, kwargs, policy in itertools.product(CORNERS.values(), VARIANTS, range(4))
         )
 
 

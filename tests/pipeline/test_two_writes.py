@@ -96,7 +96,7 @@ class Noting(ArrayStore):
 
 
 def test_a_write_is_copied_while_another_is_scattered() -> None:
-    device = Watched(favour(*STREAMS, "pinfeed-read", "pinfeed-write"))
+    device = Watched(favour(*STREAMS, "pinfeed-read"))
     store = Noting(np.zeros((N, 2)))
     store.order = device.order
     with Feeder(store, rows=EVERY_ROW, depth=3, device=device) as feeder:
@@ -121,7 +121,7 @@ def test_staging_memory_waits_until_its_rows_are_scattered(
 
     def run() -> np.ndarray:
         # Only the scatters are late.
-        return added_up(SimDevice(favour(*STREAMS, *SLOTS[:2])), THIRDS)
+        return added_up(SimDevice(favour(*STREAMS, "pinfeed-read")), THIRDS)
 
     np.testing.assert_array_equal(run(), expected(THIRDS))
     monkeypatch.setattr("pinfeed.pipeline.epochs.Transfer", Deaf)
@@ -183,7 +183,7 @@ class Rerouted(SimDevice):
 
 
 @pytest.mark.parametrize(
-    "choose", [favour(*STREAMS, *SLOTS[:2]), *(make() for make in CORNERS.values())]
+    "choose", [favour(*STREAMS, "pinfeed-read"), *(make() for make in CORNERS.values())]
 )
 def test_direct_device_writes_do_not_overtake_a_scatter(choose: Any) -> None:
     found = added_up(Rerouted(choose), EVERY_ROW)
@@ -196,7 +196,7 @@ def test_nothing_moves_after_an_interrupt_between_the_two_steps(
 ) -> None:
     """The copies of the second write-back are queued, and then no call waits for their end."""
     n_left = 1
-    submit = LoopThreads.submit_scatter
+    submit = LoopThreads.submit_write
 
     def interrupted(self: Any, *args: Any) -> Any:
         nonlocal n_left
@@ -205,7 +205,7 @@ def test_nothing_moves_after_an_interrupt_between_the_two_steps(
             raise KeyboardInterrupt
         return submit(self, *args)
 
-    monkeypatch.setattr(LoopThreads, "submit_scatter", interrupted)
+    monkeypatch.setattr(LoopThreads, "submit_write", interrupted)
     device = SimDevice(lazy, direct=direct)
     with pytest.raises(KeyboardInterrupt):
         added_up(device, EVERY_ROW)
@@ -312,9 +312,8 @@ def test_a_loop_that_has_ended_takes_no_writes() -> None:
     """Another thread may close the feeder while the loop is about to write."""
     threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)
     threads.join_writers()
-    for submit in (threads.submit_write, threads.submit_scatter):
-        with pytest.raises(ClosedError, match="another thread closed"):
-            submit(0, print)
+    with pytest.raises(ClosedError, match="another thread closed"):
+        threads.submit_write(0, print)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

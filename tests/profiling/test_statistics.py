@@ -109,7 +109,7 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
         counters=counters,
         device=device,
         begin_write=lambda pending, earlier: None,
-        finish_write=lambda pending, begun, scatter_all: clock.pass_s(1.0),
+        finish_write=lambda pending, scatter_all: clock.pass_s(1.0),
     )
     threads = OtherThreads(device, PrefetchSchedule(1), is_named=False)
     write_queue = WriteQueue(transfer, threads, limit=1)

@@ -154,7 +154,7 @@ def test_a_profiler_gets_names() -> None:
         wanted = (
             {
                 f"pinfeed {lane} {batch}"
-                for lane in ("read", "wait", "lend", "write", "scatter")
+                for lane in ("read", "wait", "lend", "write")
                 for batch in range(3)
             }
             if timeline

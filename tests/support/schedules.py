@@ -7,8 +7,8 @@ from functools import partial
 from pinfeed.testing import SimDevice, favour
 from pinfeed.testing.sim import Choose
 
-SLOTS = ("pinfeed-read", "pinfeed-write", "pinfeed-scatter")
-STREAMS = ("compute", "read", "write", "index")
+SLOTS = ("pinfeed-read", "pinfeed-write")
+STREAMS = ("compute", "read", "write")
 FAVOURED: list[tuple[str, ...]] = [
     (),
     ("read", "pinfeed-read"),
@@ -17,11 +17,8 @@ FAVOURED: list[tuple[str, ...]] = [
     ("compute", "pinfeed-read"),
     ("pinfeed-read",),
     ("write", "pinfeed-write"),
-    ("write", "pinfeed-write", "pinfeed-scatter"),
     ("read", "pinfeed-read", "write", "pinfeed-write"),
     ("compute", "read", "pinfeed-read"),
-    ("index", "pinfeed-read"),
-    ("read", "index", "pinfeed-read"),
     (*STREAMS, *SLOTS),
 ]
 
@@ -77,5 +74,5 @@ def corners(stalls: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Choose
         f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
         for name, every in stalls.items()
         for moves in every
-        for late in ((), ("write", "pinfeed-write"), ("pinfeed-scatter",), ("pinfeed-read",))
+        for late in ((), ("write",), ("pinfeed-write",), ("pinfeed-read",))
     }

@@ -35,7 +35,7 @@ from pinfeed.testing.device_tests import DeviceTests
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 
 CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
-LATE = ("pinfeed-read", "write", "pinfeed-write", "pinfeed-scatter")
+LATE = ("pinfeed-read", "write", "pinfeed-write")
 CORNERS["compute stalls after 40, all else late but read"] = partial(stalling, "compute", 40, LATE)
 # The simulator has no sparse tensors.
 DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]
@@ -221,7 +221,7 @@ def test_any_schedule(
 
 # The schedules and loops that miss most waits are first.
 WORST = (
-    "fast index+pinfeed-read",
+    "fast compute+pinfeed-read",
     "compute stalls after 40, all else late but read",
     "fast ",
     "fast read+pinfeed-read",
