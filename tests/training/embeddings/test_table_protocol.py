@@ -221,7 +221,6 @@ def test_any_schedule(
 
 # The schedules and loops that miss most waits are first.
 WORST = (
-    "fast compute+pinfeed-read",
     "compute stalls after 40, all else late but read",
     "fast ",
     "fast read+pinfeed-read",
@@ -244,6 +243,8 @@ def synchronisations() -> list[tuple[str, int]]:
     return sorted(sites)
 
 
+# Wrong row indices make torch raise errors, also while a loop is freed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
 )
@@ -279,8 +280,11 @@ def test_rows_looked_up_on_another_stream_are_shared_with_it() -> None:
             if sys._getframe(1).f_code.co_name != "_share_rows":
                 super().share(tensor, stream)
 
-    devices = (Forgetful(CORNERS[corner]()) for corner in WORST)
-    assert any(fails(device, {"batches": GROWING, "switch_in": 1}) for device in devices)
+    every = itertools.product(CORNERS.values(), (GROWING, SCATTERED), (1, 2, 3))
+    assert any(
+        fails(Forgetful(choose()), {"batches": batches, "switch_in": i})
+        for choose, batches, i in every
+    )
 
 
 @pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated"])
