@@ -610,8 +610,11 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
 {
     struct job *job = job_of(engine, number);
     enter(engine);
-    int status = wait_for(engine, number);
-    if (!status && engine->driver) {
+    if (wait_for(engine, number)) {
+        leave(engine);
+        return -1;
+    }
+    if (engine->driver) {
         const uint32_t last = (engine->next_slot + engine->n_slots - 1) % engine->n_slots;
         result->is_idle = engine->driver->query(engine->slots[last].released) != PF_NOT_READY;
         note(&job->error, engine->driver->wait(compute, job->slot->copied, 0)); /* (4) */
@@ -621,7 +624,7 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
     result->end_s = job->end_s;
     result->failed = atomic_load(&job->failed);
     result->error = atomic_load(&job->error);
-    return status;
+    return 0;
 }
 
 int pf_engine_wait_again(const struct pf_engine *engine, uint32_t number, void *compute)

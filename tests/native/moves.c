@@ -1,0 +1,425 @@
+/* Moves to a simulated GPU under stress, for ThreadSanitizer and AddressSanitizer: engines with a
+ * driver, and batches of a loader. See test_sanitizers.py.
+ *
+ * Memory of the GPU is used as torch's allocator uses it: a block that the training step no longer
+ * needs is memory of the next job at once, although the step runs late. A training step is a copy
+ * from the block, which is compared when it has run. */
+#define _GNU_SOURCE
+#include "async_driver.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { N_SLOTS = 3, N_BLOCKS = N_SLOTS + 1, N_READINGS = 4, MOST_PARTS = 6 };
+enum { N_ROWS = 5000, LONG = 4500, LINE = 64 };
+
+static const struct pf_driver *const driver = &async_driver;
+static const char freed = 0x5B;
+
+static uint32_t random_below(uint32_t *seed, uint32_t n)
+{
+    *seed = *seed * 1664525u + 1013904223u;
+    return (*seed >> 8) % n;
+}
+
+static void check(int is_right)
+{
+    if (!is_right)
+        abort();
+}
+
+static int64_t aligned(int64_t nbytes)
+{
+    return (nbytes + LINE - 1) / LINE * LINE;
+}
+
+static char *memory(int64_t nbytes)
+{
+    char *const found = aligned_alloc(LINE, (size_t)aligned(nbytes + 1));
+    check(found != NULL);
+    memset(found, freed, (size_t)nbytes);
+    return found;
+}
+
+/* Fills memory with numbers that depend on the seed. */
+static void fill(char *to, int64_t nbytes, uint32_t *seed)
+{
+    for (int64_t i = 0; i < nbytes; i += 4) {
+        const uint32_t number = *seed = *seed * 1664525u + 1013904223u;
+        memcpy(to + i, &number, (size_t)(nbytes - i < 4 ? nbytes - i : 4));
+    }
+}
+
+/* ---- the program on the GPU -------------------------------------------------------------------- */
+
+/* What a training step reads of its block. */
+struct reading {
+    void *read; /* event after the step */
+    char *found;
+    char *want;
+    struct pf_part parts[MOST_PARTS];
+    int64_t n;
+};
+
+struct program {
+    void *streams[2]; /* the program's usual stream, and another one */
+    void *other;      /* event of the other stream */
+    char *blocks[N_BLOCKS];
+    int64_t block_nbytes;
+    int n_free;
+    struct reading readings[N_READINGS];
+    uint32_t n_steps;
+};
+
+static void begin_program(struct program *program, int64_t block_nbytes)
+{
+    *program = (struct program){.block_nbytes = block_nbytes};
+    for (int i = 0; i < 2; i++)
+        program->streams[i] = async_stream();
+    check(!driver->create(&program->other, PF_EVENT_FLAGS));
+    for (int i = 0; i < N_BLOCKS; i++)
+        program->blocks[program->n_free++] = memory(block_nbytes);
+    for (int i = 0; i < N_READINGS; i++) {
+        struct reading *const reading = &program->readings[i];
+        check(!driver->create(&reading->read, PF_EVENT_FLAGS));
+        reading->found = memory(block_nbytes);
+        reading->want = memory(block_nbytes);
+    }
+}
+
+static void compare(struct reading *reading)
+{
+    check(!driver->sync(reading->read));
+    for (int64_t i = 0; i < reading->n; i++) {
+        const struct pf_part *const part = &reading->parts[i];
+        check(!memcmp(reading->found + part->offset, reading->want + part->offset,
+                      (size_t)part->nbytes));
+    }
+    reading->n = 0;
+}
+
+/* Compares what an earlier step has read, and returns the reading of the next one. */
+static struct reading *next_reading(struct program *program)
+{
+    struct reading *const reading = &program->readings[program->n_steps % N_READINGS];
+    compare(reading);
+    return reading;
+}
+
+/* Queues a training step in a stream, and frees its block. */
+static void step(struct program *program, int in, char *block)
+{
+    struct reading *const reading = &program->readings[program->n_steps++ % N_READINGS];
+    void *const stream = program->streams[in];
+    for (int64_t i = 0; i < reading->n; i++) {
+        const struct pf_part *const part = &reading->parts[i];
+        check(!driver->copy(reading->found + part->offset, block + part->offset,
+                            (size_t)part->nbytes, stream));
+    }
+    check(!driver->record(reading->read, stream));
+    if (in) {
+        /* The allocator does this for memory that was shared with another stream. */
+        check(!driver->record(program->other, stream));
+        check(!driver->wait(program->streams[0], program->other, 0));
+    }
+    program->blocks[program->n_free++] = block;
+}
+
+static void end_program(struct program *program)
+{
+    for (int i = 0; i < N_READINGS; i++) {
+        compare(&program->readings[i]);
+        driver->destroy(program->readings[i].read);
+        free(program->readings[i].found);
+        free(program->readings[i].want);
+    }
+    driver->destroy(program->other);
+    check(program->n_free == N_BLOCKS);
+    for (int i = 0; i < N_BLOCKS; i++)
+        free(program->blocks[i]);
+}
+
+/* ---- engines ----------------------------------------------------------------------------------- */
+
+enum { N_SOURCES = 5, N_JOBS = 40, N_ROUNDS = 6 };
+
+static const int64_t row_nbytes[N_SOURCES] = {4, 192, 0, 1024, 0};
+
+/* A job that was submitted. */
+struct job {
+    int64_t rows[LONG];
+    int64_t n;
+    int64_t outs[N_SOURCES];
+    int64_t nbytes;
+    char *block;
+};
+
+struct run {
+    struct pf_source sources[N_SOURCES];
+    struct pf_rows parts[N_SOURCES];
+    struct program program;
+    struct job jobs[N_SLOTS];
+    struct pf_engine *engine;
+    void *side;
+    char *staging[N_SLOTS];
+    char *blank;
+    uint32_t seed;
+};
+
+static void *stop(void *engine)
+{
+    pf_engine_stop(engine);
+    return NULL;
+}
+
+static void ignore(int number)
+{
+    (void)number;
+}
+
+struct poker {
+    pthread_t loop;
+    pthread_t thread;
+    _Atomic int is_over;
+};
+
+/* Interrupts the waits of a loop. */
+static void *poke(void *argument)
+{
+    struct poker *const poker = argument;
+    while (!poker->is_over) {
+        const struct timespec nap = {0, 300000};
+        nanosleep(&nap, NULL);
+        pthread_kill(poker->loop, SIGUSR1);
+    }
+    return NULL;
+}
+
+static void submit(struct run *run, uint32_t number)
+{
+    struct job *const job = &run->jobs[number % N_SLOTS];
+    /* Without rows, of one piece of each source, of some pieces, and of several copies. */
+    static const uint32_t most[] = {1, 50, 50, 700, 700, LONG};
+    job->n = random_below(&run->seed, most[random_below(&run->seed, 6)]);
+    for (int64_t i = 0; i < job->n; i++)
+        job->rows[i] = random_below(&run->seed, N_ROWS);
+    job->nbytes = 0;
+    for (int k = 0; k < N_SOURCES; k++) {
+        job->outs[k] = job->nbytes;
+        job->nbytes += aligned(job->n * row_nbytes[k]);
+    }
+    job->block = run->program.blocks[--run->program.n_free];
+    check(pf_engine_submit(run->engine, job->rows, 0, job->n, job->block,
+                           run->program.streams[0], job->outs)
+          == number);
+}
+
+/* Waits for a job, and queues a training step that reads its rows. */
+static void receive(struct run *run, uint32_t number)
+{
+    struct job *const job = &run->jobs[number % N_SLOTS];
+    struct program *const program = &run->program;
+    for (uint32_t n = random_below(&run->seed, 3); n && pf_engine_help(run->engine, number); n--) {
+    }
+    struct pf_result result;
+    while (pf_engine_wait(run->engine, number, program->streams[0], &result)) {
+    }
+    check(!result.failed && !result.error && result.end_s >= result.begin_s);
+    const int in = !random_below(&run->seed, 4);
+    if (in)
+        check(!pf_engine_wait_again(run->engine, number, program->streams[in]));
+    struct reading *const reading = next_reading(program);
+    for (int k = 0; k < N_SOURCES; k++) {
+        for (int64_t i = 0; i < job->n; i++)
+            memcpy(reading->want + job->outs[k] + i * row_nbytes[k],
+                   run->parts[k].base + job->rows[i] * row_nbytes[k], (size_t)row_nbytes[k]);
+        reading->parts[reading->n++] = (struct pf_part){job->outs[k], job->n * row_nbytes[k]};
+    }
+    step(program, in, job->block);
+}
+
+/* Runs one loop, which other threads may stop or interrupt. It may leave jobs. */
+static void run_engine(struct run *run, int round)
+{
+    run->engine = pf_engine_open(N_SOURCES, run->sources, N_SLOTS, 1 + (uint32_t)round % 2,
+                                 round % 2);
+    check(!pf_engine_use_driver(run->engine, driver, run->side, N_SLOTS, run->staging));
+    pf_engine_start(run->engine, round % 4);
+    pthread_t stopper;
+    struct poker poker = {.loop = pthread_self()};
+    const int stops = round % 3 == 1, is_poked = round % 3 == 2;
+    const uint32_t leaves = (uint32_t)round % 2;
+    if (is_poked)
+        pthread_create(&poker.thread, NULL, poke, &poker);
+    uint32_t submitted = 0;
+    for (uint32_t waited = 0; waited + leaves < N_JOBS; waited++) {
+        while (submitted < N_JOBS && submitted < waited + N_SLOTS)
+            submit(run, submitted++);
+        if (stops && waited == N_JOBS / 2)
+            pthread_create(&stopper, NULL, stop, run->engine);
+        receive(run, waited);
+    }
+    if (stops)
+        pthread_join(stopper, NULL);
+    poker.is_over = 1;
+    if (is_poked)
+        pthread_join(poker.thread, NULL);
+    pf_engine_stop(run->engine);
+    if (leaves) {
+        /* The program uses the memory of the job that the loop has left for something else. */
+        char *const block = run->jobs[(N_JOBS - 1) % N_SLOTS].block;
+        struct reading *const reading = next_reading(&run->program);
+        const int64_t nbytes = run->program.block_nbytes;
+        memset(reading->want, freed, (size_t)nbytes);
+        check(!driver->copy(block, run->blank, (size_t)nbytes, run->program.streams[0]));
+        reading->parts[reading->n++] = (struct pf_part){0, nbytes};
+        step(&run->program, 0, block);
+    }
+    pf_engine_free(run->engine, 0);
+}
+
+static void *engine_loop(void *argument)
+{
+    struct run *const run = calloc(1, sizeof *run);
+    check(run != NULL);
+    run->seed = (uint32_t)(uintptr_t)argument;
+    run->side = async_stream();
+    int64_t most = 0;
+    for (int k = 0; k < N_SOURCES; k++) {
+        run->parts[k].base = memory(N_ROWS * row_nbytes[k]);
+        run->parts[k].n = N_ROWS;
+        run->parts[k].stride = row_nbytes[k];
+        run->sources[k] = (struct pf_source){&run->parts[k], 1, row_nbytes[k]};
+        fill(run->parts[k].base, N_ROWS * row_nbytes[k], &run->seed);
+        most += aligned(LONG * row_nbytes[k]);
+    }
+    for (int i = 0; i < N_SLOTS; i++)
+        run->staging[i] = memory(most);
+    run->blank = memory(most);
+    begin_program(&run->program, most);
+    for (int round = 0; round < N_ROUNDS; round++)
+        run_engine(run, round);
+    end_program(&run->program);
+    free(run->blank);
+    for (int i = 0; i < N_SLOTS; i++)
+        free(run->staging[i]);
+    for (int k = 0; k < N_SOURCES; k++)
+        free(run->parts[k].base);
+    free(run);
+    return NULL;
+}
+
+/* ---- batches of a loader ----------------------------------------------------------------------- */
+
+enum { N_MOVES = 150, MOST_NBYTES = 5 << 20 };
+
+struct batch {
+    struct pf_part parts[MOST_PARTS];
+    char *from[MOST_PARTS]; /* memory of the loader */
+    void *released;
+    void *copied;
+    char *staging;
+    struct pf_move move;
+};
+
+/* Lets the loader fill the memory of its next batch. */
+static void load(struct batch *batch, uint32_t *seed)
+{
+    static const uint32_t most[] = {1, 300, 300, 100000, 3 << 20};
+    struct pf_move *const move = &batch->move;
+    /* Direct copies may still read this memory. */
+    if (move->n_staged < move->n)
+        check(!driver->sync(batch->copied));
+    move->n = 1 + random_below(seed, MOST_PARTS);
+    move->n_staged = random_below(seed, 2) ? move->n : random_below(seed, (uint32_t)move->n + 1);
+    int64_t end = 0;
+    for (int64_t i = 0; i < move->n; i++) {
+        const int64_t n = random_below(seed, most[random_below(seed, 5)]);
+        batch->parts[i] = (struct pf_part){end, end + n < MOST_NBYTES ? n : 0};
+        end += aligned(batch->parts[i].nbytes);
+        fill(batch->from[i], batch->parts[i].nbytes, seed);
+    }
+}
+
+/* Queues the copies of a batch. Staged parts may be filled again at once. */
+static void send(struct batch *batch, char *block)
+{
+    struct pf_move *const move = &batch->move;
+    move->device = block;
+    int error = pf_move(move);
+    if (error == PF_NOT_READY) {
+        check(!driver->sync(batch->copied));
+        error = pf_move(move);
+    }
+    check(!error);
+}
+
+static void *loader_loop(void *argument)
+{
+    uint32_t seed = (uint32_t)(uintptr_t)argument;
+    struct program program;
+    struct batch batches[N_SLOTS] = {0};
+    begin_program(&program, MOST_NBYTES + LINE);
+    void *const side = async_stream();
+    for (int i = 0; i < N_SLOTS; i++) {
+        struct batch *const batch = &batches[i];
+        check(!driver->create(&batch->released, PF_EVENT_FLAGS));
+        check(!driver->create(&batch->copied, PF_EVENT_FLAGS));
+        batch->staging = memory(MOST_NBYTES + LINE);
+        for (int k = 0; k < MOST_PARTS; k++)
+            batch->from[k] = memory(3 << 20);
+        batch->move = (struct pf_move){
+            driver, side, program.streams[0], batch->released, batch->copied, batch->staging,
+            NULL, batch->parts, 0, 0, (const char *const *)batch->from};
+    }
+    char *blocks[N_SLOTS];
+    for (uint32_t sent = 0, received = 0; received < N_MOVES; received++) {
+        for (; sent < N_MOVES && sent < received + N_SLOTS; sent++) {
+            struct batch *const batch = &batches[sent % N_SLOTS];
+            blocks[sent % N_SLOTS] = program.blocks[--program.n_free];
+            load(batch, &seed);
+            send(batch, blocks[sent % N_SLOTS]);
+        }
+        const struct batch *const batch = &batches[received % N_SLOTS];
+        int is_idle = -1;
+        check(!pf_receive(&batch->move, &is_idle) && is_idle >= 0);
+        struct reading *const reading = next_reading(&program);
+        for (int64_t i = 0; i < batch->move.n; i++) {
+            const struct pf_part *const part = &batch->parts[i];
+            memcpy(reading->want + part->offset, batch->from[i], (size_t)part->nbytes);
+            if (i < batch->move.n_staged)
+                memset(batch->from[i], freed, (size_t)part->nbytes);
+            reading->parts[reading->n++] = *part;
+        }
+        step(&program, 0, blocks[received % N_SLOTS]);
+    }
+    end_program(&program);
+    for (int i = 0; i < N_SLOTS; i++) {
+        check(!driver->sync(batches[i].copied));
+        driver->destroy(batches[i].released);
+        driver->destroy(batches[i].copied);
+        free(batches[i].staging);
+        for (int k = 0; k < MOST_PARTS; k++)
+            free(batches[i].from[k]);
+    }
+    return NULL;
+}
+
+int main(void)
+{
+    struct sigaction action = {.sa_handler = ignore};
+    sigaction(SIGUSR1, &action, NULL);
+    async_start(1);
+    pthread_t loops[3];
+    for (uintptr_t i = 0; i < 3; i++)
+        pthread_create(&loops[i], NULL, i < 2 ? engine_loop : loader_loop, (void *)(i + 1));
+    for (int i = 0; i < 3; i++)
+        pthread_join(loops[i], NULL);
+    async_stop();
+    puts("all bytes are right");
+    return 0;
+}
