@@ -59,7 +59,8 @@
  *     another job. The ticket contains the number of the job, and a piece is taken by comparing
  *     and exchanging the whole ticket. So a thread reads the other fields only after it has taken
  *     a piece, and the job cannot end before this piece has. It may open the gate of the other job,
- *     which is work that this job needs, too.
+ *     which is work that this job needs, too. Therefore a job without pieces has no gate: it could
+ *     end while this thread opens it.
  * (b) A thread goes to sleep while the loop submits a job. It reads `bell` before it looks for
  *     jobs, and counts itself in `n_asleep`; then it sleeps only if `bell` has not changed. The
  *     loop submits first, then rings, and then looks whether threads sleep.
@@ -74,8 +75,9 @@
  *     in `n_to_send` after it is marked as done. The sender ends only if no piece was counted since
  *     it last looked.
  *
- * tests/native/test_engine_model.py checks these for every order of the steps, and
- * tests/native/test_engine.py the waits of the streams.
+ * tests/native/test_engine_model.py checks (a) to (e) for every order of the steps, and
+ * tests/native/test_send_model.py checks (f) and the gates. tests/pipeline/test_engine_protocol.py
+ * checks the waits of the streams.
  *
  * The loop's thread submits and waits. It keeps the memory of each job alive until it has waited
  * for the job, or has stopped the engine. */
@@ -575,7 +577,7 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
     atomic_store(&job->failed, 0);
     atomic_store(&job->error, 0);
     const int is_closed = engine->driver && prepare_copies(engine, job, device, compute);
-    atomic_store(&job->gate, is_closed ? CLOSED : OPEN);
+    atomic_store(&job->gate, is_closed && n_pieces ? CLOSED : OPEN); /* (a) */
     job->begin_s = job->end_s = now_s();
     atomic_store(&job->state, n_pieces || engine->driver ? RUNNING : ENDED);
     if (n_pieces)
