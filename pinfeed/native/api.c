@@ -189,8 +189,8 @@ PF_API int64_t pf_api_copy_queued(const int64_t *a)
     return error;
 }
 
-/* Arguments: those of struct pf_move, in order, without `from`, and then where each part is. Returns
- * as pf_move does. */
+/* Arguments: those of struct pf_move, in order, without `from`, and then where each part is.
+ * Returns as pf_move does. */
 PF_API int64_t pf_api_move(const int64_t *a)
 {
     const struct pf_move move = {

@@ -249,7 +249,7 @@ static void end_job(const struct pf_engine *engine, struct job *job)
         wake(&job->state, 1);
 }
 
-/* ---- copies to the GPU: one thread at a time ----------------------------------------------------- */
+/* ---- copies to the GPU: one thread at a time ------------------------------------------------- */
 
 /* Returns the bytes of staging memory up to the end of a number of pieces. */
 static int64_t end_of_pieces(const struct pf_engine *engine, const struct job *job, uint32_t n)
@@ -304,7 +304,7 @@ static void send_ready(struct pf_engine *engine)
     }
 }
 
-/* ---- threads ------------------------------------------------------------------------------------ */
+/* ---- threads --------------------------------------------------------------------------------- */
 
 /* Waits until staging memory may be written, for a job that was just looked at. Returns -1 if a
  * signal arrived. */
@@ -395,7 +395,7 @@ static void ring(struct pf_engine *engine)
         wake(&engine->bell, MOST_THREADS);
 }
 
-/* ---- what the loop calls ------------------------------------------------------------------------ */
+/* ---- what the loop calls --------------------------------------------------------------------- */
 
 /* The context of the GPU is current in the calling thread only during a call, because the program
  * may use another GPU there. */
@@ -631,8 +631,9 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
 
 int pf_engine_wait_again(const struct pf_engine *engine, uint32_t number, void *compute)
 {
+    const struct slot *slot = job_of(engine, number)->slot;
     enter(engine);
-    const int error = engine->driver->wait(compute, job_of(engine, number)->slot->copied, 0); /* (4) */
+    const int error = engine->driver->wait(compute, slot->copied, 0); /* (4) */
     leave(engine);
     return error;
 }

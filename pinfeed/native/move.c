@@ -1,8 +1,9 @@
 /* Moves a batch that the loop's thread has, such as a batch of a loader, to a GPU.
  *
- * The parts come from tensors of the host. Small ones, and those in pageable memory, are copied into
- * the page-locked staging memory of a slot, one after the other, as they lie on the GPU. So they are
- * one copy, or, if they are long, one for each 2 MiB, which runs while the next ones are staged.
+ * The parts come from tensors of the host. Small ones, and those in pageable memory, are copied
+ * into the page-locked staging memory of a slot, one after the other, as they lie on the GPU. So
+ * they are one copy, or, if they are long, one for each 2 MiB, which runs while the next ones are
+ * staged.
  * Other parts are copied from where they are.
  *
  *     move:    copied.query()  of the slot's last batch                                    (1)

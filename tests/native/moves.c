@@ -54,7 +54,7 @@ static void fill(char *to, int64_t nbytes, uint32_t *seed)
     }
 }
 
-/* ---- the program on the GPU -------------------------------------------------------------------- */
+/* ---- the program on the GPU ------------------------------------------------------------------ */
 
 /* What a training step reads of its block. */
 struct reading {
@@ -143,7 +143,7 @@ static void end_program(struct program *program)
         free(program->blocks[i]);
 }
 
-/* ---- engines ----------------------------------------------------------------------------------- */
+/* ---- engines --------------------------------------------------------------------------------- */
 
 enum { N_SOURCES = 5, N_JOBS = 40, N_ROUNDS = 6 };
 
@@ -282,11 +282,11 @@ static void run_engine(struct run *run, int round)
     pf_engine_free(run->engine, 0);
 }
 
-static void *engine_loop(void *argument)
+static struct run *new_run(uint32_t seed)
 {
     struct run *const run = calloc(1, sizeof *run);
     check(run != NULL);
-    run->seed = (uint32_t)(uintptr_t)argument;
+    run->seed = seed;
     run->side = async_stream();
     int64_t most = 0;
     for (int k = 0; k < N_SOURCES; k++) {
@@ -301,8 +301,11 @@ static void *engine_loop(void *argument)
         run->staging[i] = memory(most);
     run->blank = memory(most);
     begin_program(&run->program, most);
-    for (int round = 0; round < N_ROUNDS; round++)
-        run_engine(run, round);
+    return run;
+}
+
+static void free_run(struct run *run)
+{
     end_program(&run->program);
     free(run->blank);
     for (int i = 0; i < N_SLOTS; i++)
@@ -310,10 +313,49 @@ static void *engine_loop(void *argument)
     for (int k = 0; k < N_SOURCES; k++)
         free(run->parts[k].base);
     free(run);
+}
+
+static void *engine_loop(void *argument)
+{
+    struct run *const run = new_run((uint32_t)(uintptr_t)argument);
+    for (int round = 0; round < N_ROUNDS; round++)
+        run_engine(run, round);
+    free_run(run);
     return NULL;
 }
 
-/* ---- batches of a loader ----------------------------------------------------------------------- */
+/* Runs a loop on a GPU that fails. Every wait ends, and from then on has the first error. */
+static void fail(uint32_t seed)
+{
+    enum { FIRST = 700, LATER = 719, BEGIN = 10, MIDDLE = 20 };
+    struct run *const run = new_run(seed);
+    run->engine = pf_engine_open(N_SOURCES, run->sources, N_SLOTS, 1, 0);
+    check(!pf_engine_use_driver(run->engine, driver, run->side, N_SLOTS, run->staging));
+    pf_engine_start(run->engine, (int)seed % 3);
+    uint32_t submitted = 0;
+    for (uint32_t waited = 0; waited < N_JOBS; waited++) {
+        while (submitted < N_JOBS && submitted < waited + N_SLOTS)
+            submit(run, submitted++);
+        if (waited == BEGIN)
+            async_fail(FIRST);
+        struct pf_result result;
+        check(!pf_engine_wait(run->engine, waited, run->program.streams[0], &result));
+        /* The last jobs with the first error were submitted before the next line. */
+        check(result.error == (waited < BEGIN ? 0 : waited < MIDDLE + N_SLOTS ? FIRST : LATER));
+        if (waited == MIDDLE)
+            async_fail(LATER);
+        run->program.blocks[run->program.n_free++] = run->jobs[waited % N_SLOTS].block;
+    }
+    pf_engine_stop(run->engine);
+    pf_engine_free(run->engine, 0);
+    /* Copies that were queued before may still run. */
+    async_fail(0);
+    check(!driver->record(run->program.other, run->side));
+    check(!driver->sync(run->program.other));
+    free_run(run);
+}
+
+/* ---- batches of a loader --------------------------------------------------------------------- */
 
 enum { N_MOVES = 150, MOST_NBYTES = 5 << 20 };
 
@@ -419,6 +461,8 @@ int main(void)
         pthread_create(&loops[i], NULL, i < 2 ? engine_loop : loader_loop, (void *)(i + 1));
     for (int i = 0; i < 3; i++)
         pthread_join(loops[i], NULL);
+    for (uint32_t seed = 0; seed < 6; seed++)
+        fail(seed);
     async_stop();
     puts("all bytes are right");
     return 0;
