@@ -101,12 +101,12 @@ class HostDevice:
     def empty(self, nbytes: int, stream: Any) -> Bytes:
         return self._pool.take(nbytes)
 
-    def empty_parts(self, layout: Any, stream: Any) -> tuple[int, Sequence[torch.Tensor]]:
-        buffer = self.empty(max(1, layout.nbytes), stream)
-        return buffer.ctypes.data, [
-            self.tensor(buffer, part.shape, part.dtype, offset)
-            for part, offset in zip(layout.parts, layout.offsets, strict=True)
+    def empty_parts(self, layout: Any, stream: Any) -> tuple[list[int], list[torch.Tensor]]:
+        tensors = [
+            self.tensor(self.empty(max(1, part.nbytes), stream), part.shape, part.dtype)
+            for part in layout.parts
         ]
+        return [tensor.data_ptr() for tensor in tensors], tensors
 
     def tensor(
         self, buffer: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0

@@ -126,24 +126,22 @@ class CudaDevice(DirectAccess):
         with queued_in(stream.raw):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def empty_parts(self, layout: Any, stream: Any) -> tuple[int, Sequence[torch.Tensor]]:
+    def empty_parts(self, layout: Any, stream: Any) -> tuple[list[int], list[torch.Tensor]]:
         # Each call of torch takes 1 to 2 us, so they are few.
-        parts = layout.parts
-        if len(parts) == 1:
-            ((shape, dtype),) = parts
-            tensor = torch.empty(shape, dtype=TORCH[dtype], device=self._device)
-            return tensor.data_ptr(), (tensor,)
-        whole = layout.dtype
-        n = layout.nbytes // whole.itemsize
-        buffer = torch.empty(n, dtype=TORCH[whole], device=self._device)
-        address = buffer.data_ptr()
-        tensors = []
-        # As in ``split``, these are no views for autograd.
-        pieces = torch.unsafe_split_with_sizes(buffer, layout.sizes)[::2]
-        for piece, (shape, dtype) in zip(pieces, parts, strict=True):
-            tensor = piece if dtype == whole else piece.view(TORCH[dtype])
-            tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
-        return address, tensors
+        tensors: list[torch.Tensor] = []
+        for parts, whole, sizes, nbytes in layout.blocks:
+            if len(parts) == 1:
+                ((shape, dtype),) = parts
+                tensors.append(torch.empty(shape, dtype=TORCH[dtype], device=self._device))
+                continue
+            n = nbytes // whole.itemsize
+            buffer = torch.empty(n, dtype=TORCH[whole], device=self._device)
+            # As in ``split``, these are no views for autograd.
+            pieces = torch.unsafe_split_with_sizes(buffer, sizes)[::2]
+            for piece, (shape, dtype) in zip(pieces, parts, strict=True):
+                tensor = piece if dtype == whole else piece.view(TORCH[dtype])
+                tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
+        return [tensor.data_ptr() for tensor in tensors], tensors
 
     def tensor(
         self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0

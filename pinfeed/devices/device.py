@@ -136,15 +136,15 @@ class Device(Protocol):
         """Return memory for work in ``stream``; after it is freed, only this stream reuses it."""
         ...
 
-    def empty_parts(self, layout: Any, stream: Any) -> tuple[int, Sequence[Tensor]]:
-        """Return tensors in memory for work in the consumer thread's current stream.
+    def empty_parts(self, layout: Any, stream: Any) -> tuple[list[int], list[Tensor]]:
+        """Return tensors in new memory, for work in the consumer thread's current stream.
 
         Args:
-            layout: A ``RowLayout`` with the shape, dtype and offset of each tensor.
+            layout: A ``RowLayout`` with the blocks of the memory.
             stream: The current stream of the calling thread.
 
         Returns:
-            Address of the memory, for the driver, and the tensors, which keep it alive.
+            Address of each tensor, for the driver, and the tensors, which keep the memory.
         """
         ...
 

@@ -90,12 +90,12 @@ PF_API int64_t pf_api_engine_start(const int64_t *a)
     return 0;
 }
 
-/* Arguments: engine, row indices, first row, rows to gather, memory of the GPU, stream of the loop,
- * and where the rows of each source go. */
+/* Arguments: engine, row indices, first row, rows to gather, stream of the loop, number of sources,
+ * where the rows of each source go, and with a driver where they go on the GPU. */
 PF_API int64_t pf_api_engine_submit(const int64_t *a)
 {
-    return pf_engine_submit(pointer(a[0]), pointer(a[1]), a[2], a[3], pointer(a[4]),
-                            pointer(a[5]), a + 6);
+    return pf_engine_submit(pointer(a[0]), pointer(a[1]), a[2], a[3], pointer(a[4]), a + 6,
+                            (char *const *)(a + 6 + a[5]));
 }
 
 /* Arguments: engine, number of the job, stream of the loop, where to write the result. */
@@ -189,13 +189,15 @@ PF_API int64_t pf_api_copy_queued(const int64_t *a)
     return error;
 }
 
-/* Arguments: those of struct pf_move, in order, without `from`, and then where each part is.
- * Returns as pf_move does. */
+/* Arguments: those of struct pf_move, in order, to the bytes of each part, then where each part
+ * goes, and where it is. Returns as pf_move does. */
 PF_API int64_t pf_api_move(const int64_t *a)
 {
     const struct pf_move move = {
-        pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]), pointer(a[4]), pointer(a[5]),
-        pointer(a[6]), pointer(a[7]), a[8],          a[9],          (const char *const *)(a + 10)};
+        pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]),
+        pointer(a[4]), pointer(a[5]), a[6],          a[7],
+        pointer(a[8]), pointer(a[9]), (char *const *)(a + 10),
+        (const char *const *)(a + 10 + a[7])};
     return pf_move(&move);
 }
 

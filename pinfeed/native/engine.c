@@ -132,7 +132,9 @@ struct job {
     char **outs; /* where the rows of each source go */
     /* With a driver only: */
     struct slot *slot;
-    char *device;          /* where the bytes of the slot go */
+    int64_t *offsets;      /* where the rows of each source begin in the slot */
+    int64_t *nbytes;       /* of the rows of each source */
+    char **devices;        /* where they go on the GPU */
     uint32_t n_sent;       /* pieces whose copies are queued; the sender's */
     _Atomic uint8_t *done; /* by piece */
     uint32_t n_done;       /* room in `done` */
@@ -258,7 +260,7 @@ static int64_t end_of_pieces(const struct pf_engine *engine, const struct job *j
         return 0;
     int64_t begin, end;
     const int k = source_of_piece(engine, job, (int64_t)n - 1, &begin, &end);
-    return job->outs[k] - job->slot->staging + end * engine->sources[k].rows.row_nbytes;
+    return job->offsets[k] + end * engine->sources[k].rows.row_nbytes;
 }
 
 /* Queues copies of what was gathered of a job, unless that is little. Returns whether the job has
@@ -277,9 +279,9 @@ static int send_job(const struct pf_engine *engine, struct job *job)
         return 0;
     if (!job->n_sent)
         note(&job->error, driver->wait(engine->side, slot->released, 0)); /* (2) */
-    if (to > from)
-        note(&job->error, driver->copy(job->device + from, slot->staging + from,
-                                       (size_t)(to - from), engine->side));
+    const struct pf_staged staged = {driver, engine->side, slot->staging, job->offsets,
+                                     job->nbytes, job->devices, engine->n_sources};
+    note(&job->error, pf_copy_staged(&staged, from, to));
     job->n_sent = n;
     if (!is_whole)
         return 0;
@@ -426,6 +428,9 @@ void pf_engine_free(struct pf_engine *engine, int is_forked)
     }
     for (uint32_t i = 0; engine->jobs && i < engine->n_places; i++) {
         free(engine->jobs[i].outs);
+        free(engine->jobs[i].offsets);
+        free(engine->jobs[i].nbytes);
+        free(engine->jobs[i].devices);
         free(engine->jobs[i].done);
     }
     for (int k = 0; engine->sources && k < engine->n_sources; k++)
@@ -458,8 +463,12 @@ static int allocate(struct pf_engine *engine, const struct pf_source *sources)
     }
     for (uint32_t i = 0; i < engine->n_places; i++) {
         struct job *job = &engine->jobs[i];
-        job->outs = calloc((size_t)engine->n_sources, sizeof *job->outs);
-        if (!job->outs)
+        const size_t n = (size_t)engine->n_sources;
+        job->outs = calloc(n, sizeof *job->outs);
+        job->offsets = calloc(n, sizeof *job->offsets);
+        job->nbytes = calloc(n, sizeof *job->nbytes);
+        job->devices = calloc(n, sizeof *job->devices);
+        if (!job->outs || !job->offsets || !job->nbytes || !job->devices)
             return -1;
     }
     return 0;
@@ -528,11 +537,10 @@ void pf_engine_start(struct pf_engine *engine, int n_threads)
 }
 
 /* Prepares the copies of a job, whose place no thread uses. Returns whether its gate is closed. */
-static int prepare_copies(struct pf_engine *engine, struct job *job, char *device, void *compute)
+static int prepare_copies(struct pf_engine *engine, struct job *job, void *compute)
 {
     const struct pf_driver *driver = engine->driver;
     const struct slot *slot = job->slot;
-    job->device = device;
     job->n_sent = 0;
     for (uint32_t i = 0; i < job->n_pieces; i++)
         atomic_store_explicit(&job->done[i], 0, memory_order_relaxed);
@@ -544,7 +552,7 @@ static int prepare_copies(struct pf_engine *engine, struct job *job, char *devic
 }
 
 int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t first, int64_t n,
-                         char *device, void *compute, const int64_t *outs)
+                         void *compute, const int64_t *outs, char *const *devices)
 {
     const uint32_t number = atomic_load(&engine->head);
     struct job *job = job_of(engine, number);
@@ -570,13 +578,17 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
         job->slot = &engine->slots[engine->next_slot];
         engine->next_slot = (engine->next_slot + 1) % engine->n_slots;
         staging = job->slot->staging;
+        memcpy(job->offsets, outs, (size_t)engine->n_sources * sizeof *outs);
+        memcpy(job->devices, devices, (size_t)engine->n_sources * sizeof *devices);
     }
-    for (int k = 0; k < engine->n_sources; k++)
+    for (int k = 0; k < engine->n_sources; k++) {
         job->outs[k] = (char *)((intptr_t)staging + outs[k]);
+        job->nbytes[k] = n * engine->sources[k].rows.row_nbytes;
+    }
     atomic_store(&job->unfinished, job->n_pieces);
     atomic_store(&job->failed, 0);
     atomic_store(&job->error, 0);
-    const int is_closed = engine->driver && prepare_copies(engine, job, device, compute);
+    const int is_closed = engine->driver && prepare_copies(engine, job, compute);
     atomic_store(&job->gate, is_closed && n_pieces ? CLOSED : OPEN); /* (a) */
     job->begin_s = job->end_s = now_s();
     atomic_store(&job->state, n_pieces || engine->driver ? RUNNING : ENDED);

@@ -132,7 +132,8 @@ class Engine:
         self.n_submitted = 0
         """Number of submitted jobs, which is the number of the next one."""
         self._n_waited = 0
-        self._pack_submit = packing(6 + len(sources))
+        self._n_sources = len(sources)
+        self._pack_submit = packing(6 + len(sources) * (1 if staged is None else 2))
         self._reference = weakref.ref(self)
         if n_threads:
             exit_hook.pools.add(self._reference)
@@ -157,7 +158,7 @@ class Engine:
         n: int,
         outs: Iterable[int],
         memory: object,
-        device: int = 0,
+        devices: Iterable[int] = (),
         stream: int = 0,
     ) -> int:
         """Submit a job, and return its number.
@@ -166,9 +167,9 @@ class Engine:
             rows: Address of the row indices, int64, shape (n,).
             n: Number of rows.
             outs: For each source, the address of its rows in the batch, or, if the job moves to a
-                device, their offset in ``device``.
+                device, their offset in staging memory, in ascending order.
             memory: Objects on whose memory the row indices and the batch are.
-            device: Address of the device's memory for the job.
+            devices: For each source, the address of its rows on the device.
             stream: Handle of the stream whose later work may use this memory.
 
         Raises:
@@ -177,7 +178,9 @@ class Engine:
         """
         if not self._memory:
             raise ClosedError(_SHUT_DOWN)
-        request = self._pack_submit(self._engine, rows, 0, n, device, stream, *outs)
+        request = self._pack_submit(
+            self._engine, rows, 0, n, stream, self._n_sources, *outs, *devices
+        )
         number = self.n_submitted
         self._memory[0][number] = memory
         if self._library.submit(request) < 0:

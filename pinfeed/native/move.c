@@ -1,15 +1,14 @@
 /* Moves a batch that the loop's thread has, such as a batch of a loader, to a GPU.
  *
- * The parts come from tensors of the host. Small ones, and those in pageable memory, are copied
- * into the page-locked staging memory of a slot, one after the other, as they lie on the GPU. So
- * they are one copy, or, if they are long, one for each 2 MiB, which runs while the next ones are
- * staged.
- * Other parts are copied from where they are.
+ * Parts that are small, or in pageable memory, are copied into the page-locked staging memory of a
+ * slot, one after the other; reader threads may have done that. Small ones lie next to each other
+ * on the GPU, too, so they are one copy. Long ones are a copy for each 2 MiB, which runs while the
+ * next ones are staged. Other parts are copied from where they are.
  *
  *     move:    copied.query()  of the slot's last batch                                    (1)
  *              released = record(compute)
  *              wait(side, released)                                                        (2)
- *              parts -> staging;  copy(staging or part -> GPU, side)
+ *              parts -> staging; copy(staging or part -> GPU, side)
  *              copied = record(side)
  *     receive: wait(compute, copied)                                                       (4)
  *
@@ -20,33 +19,53 @@
 
 #define COPY_NBYTES (2 << 20)
 
-/* Queues a copy of staged bytes [sent, end). */
-static int send(const struct pf_move *move, int64_t sent, int64_t end)
+int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to)
 {
-    return move->driver->copy(move->device + sent, move->staging + sent, (size_t)(end - sent),
-                              move->side);
+    const int64_t *const offsets = staged->offsets;
+    int error = 0;
+    for (int64_t k = 0; from < to && !error;) {
+        while (k + 1 < staged->n && offsets[k + 1] <= from)
+            k++;
+        char *const device = staged->devices[k] + (from - offsets[k]);
+        int64_t end = to, next = to;
+        for (; k + 1 < staged->n && offsets[k + 1] < to; k++)
+            if (staged->devices[k + 1] - staged->devices[k] != offsets[k + 1] - offsets[k]) {
+                next = offsets[k + 1];
+                /* The memory of this part may end before the gap. */
+                end = offsets[k] + staged->nbytes[k];
+                break;
+            }
+        if (end > from)
+            error = staged->driver->copy(device, staged->staging + from, (size_t)(end - from),
+                                         staged->side);
+        from = next;
+    }
+    return error;
 }
 
 /* Stages the first parts, and queues their copies. */
 static int stage(const struct pf_move *move)
 {
+    const struct pf_staged staged = {move->driver, move->side,    move->staging, move->offsets,
+                                     move->nbytes, move->devices, move->n_staged};
     int error = 0;
     int64_t sent = 0, end = 0;
     for (int64_t i = 0; i < move->n_staged && !error; i++) {
-        const struct pf_part *part = &move->parts[i];
-        for (int64_t done = 0; done < part->nbytes && !error;) {
-            const int64_t left = part->nbytes - done;
+        for (int64_t done = 0; done < move->nbytes[i] && !error;) {
+            const int64_t left = move->nbytes[i] - done;
             const int64_t step = left < COPY_NBYTES ? left : COPY_NBYTES;
-            memcpy(move->staging + part->offset + done, move->from[i] + done, (size_t)step);
+            if (move->from[i])
+                memcpy(move->staging + move->offsets[i] + done, move->from[i] + done,
+                       (size_t)step);
             done += step;
-            end = part->offset + done;
-            if (end - sent >= COPY_NBYTES) {
-                error = send(move, sent, end);
+            end = move->offsets[i] + done;
+            if (move->from[i] && end - sent >= COPY_NBYTES) {
+                error = pf_copy_staged(&staged, sent, end);
                 sent = end;
             }
         }
     }
-    return error || end == sent ? error : send(move, sent, end);
+    return error ? error : pf_copy_staged(&staged, sent, end);
 }
 
 int pf_move(const struct pf_move *move)
@@ -64,8 +83,9 @@ int pf_move(const struct pf_move *move)
     if (!error)
         error = stage(move);
     for (int64_t i = move->n_staged; i < move->n && !error; i++)
-        error = driver->copy(move->device + move->parts[i].offset, move->from[i],
-                             (size_t)move->parts[i].nbytes, move->side);
+        if (move->nbytes[i])
+            error = driver->copy(move->devices[i], move->from[i], (size_t)move->nbytes[i],
+                                 move->side);
     /* After an error, too, the next batch of the slot waits for the copies that were queued. */
     const int recorded = driver->record(move->copied, move->side);
     driver->pop(&context);

@@ -128,11 +128,12 @@ void pf_engine_start(struct pf_engine *engine, int n_threads);
  * slot, must be free.
  *
  * rows: indices of the rows, shape (n,); NULL for `n` rows from `first` on
- * device: with a driver, memory of the GPU for all parts of the job, which later work of the stream
- *     `compute` may use
- * outs: where the rows of each source go: addresses, or with a driver offsets from `device` */
+ * compute: with a driver, the stream whose later work may use the memory of the job on the GPU
+ * outs: where the rows of each source go: addresses, or with a driver ascending offsets in the
+ *     slot's staging memory
+ * devices: with a driver, where they go on the GPU */
 int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t first, int64_t n,
-                         char *device, void *compute, const int64_t *outs);
+                         void *compute, const int64_t *outs, char *const *devices);
 
 struct pf_result {
     double begin_s; /* when the first piece began, in seconds of CLOCK_MONOTONIC */
@@ -165,24 +166,35 @@ void pf_engine_free(struct pf_engine *engine, int is_forked);
 
 /* move.c */
 
-struct pf_part {
-    int64_t offset; /* in staging memory and on the GPU */
-    int64_t nbytes;
+/* Parts in staging memory, one after the other, that go to the GPU. */
+struct pf_staged {
+    const struct pf_driver *driver;
+    void *side; /* stream of the copies */
+    const char *staging;
+    const int64_t *offsets; /* of each part in staging memory, ascending */
+    const int64_t *nbytes;  /* of each part */
+    char *const *devices;   /* where each part goes */
+    int64_t n;
 };
 
-/* A batch, or the part of it that `pf_receive` needs. */
+/* Queues copies of bytes [from, to) of staging memory. Parts that are as far apart on the GPU as in
+ * staging memory are one copy. Returns 0 or an error of the driver. */
+int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to);
+
+/* A batch; `pf_receive` needs the first five. */
 struct pf_move {
     const struct pf_driver *driver;
     void *side;     /* stream of the copies */
     void *compute;  /* stream of the loop */
     void *released; /* event after the work that may still use the memory of the GPU */
     void *copied;   /* event after the copies */
-    char *staging;    /* page-locked memory of the slot */
-    char *device;     /* memory of the GPU */
-    const struct pf_part *parts;
-    int64_t n_staged; /* number of first parts that are staged */
+    char *staging;  /* page-locked memory of the slot */
+    int64_t n_staged; /* number of first parts that are copied through staging memory */
     int64_t n;        /* number of parts */
-    const char *const *from; /* where each part is */
+    const int64_t *offsets; /* of each part in staging memory, ascending */
+    const int64_t *nbytes;  /* of each part */
+    char *const *devices;   /* where each part goes */
+    const char *const *from; /* where each part is; NULL if it is in staging memory already */
 };
 
 /* Queues the copies of a batch. The caller keeps page-locked parts until `copied` has passed.

@@ -149,18 +149,21 @@ class DeviceBatches:
                 copied.sync()  # (1) larger memory replaces the one from which copies may still read
             memory = self._transfer.staging_of(slot, layout.staged_nbytes)
             staging = memory.__array_interface__["data"][0]
-        address, found = self.device.empty_parts(layout.memory, compute)
-        request = packing(10 + len(tensors))(
+        devices, found = self.device.empty_parts(layout.memory, compute)
+        n = len(tensors)
+        table = layout.table.__array_interface__["data"][0]
+        request = packing(10 + 2 * n)(
             self._driver.address,
             self._side,
             compute.handle,
             released.handle,
             copied.handle,
             staging,
-            address,
-            layout.table.__array_interface__["data"][0],
             layout.n_staged,
-            len(tensors),
+            n,
+            table,
+            table + 8 * n,
+            *devices,
             *layout.sources(tensors),
         )
         is_brief = layout.staged_nbytes <= _BRIEF_NBYTES

@@ -57,14 +57,14 @@ class DeviceRows:
         """Allocate the memory of a job (consumer)."""
         compute = self.device.current_stream()
         slot.compute = compute
-        address, wholes = self.device.empty_parts(layout, compute)
+        addresses, wholes = self.device.empty_parts(layout, compute)
         if len(batch.batches) == 1:
-            tensors = deque([list(wholes)])
+            tensors = deque([wholes])
         else:
             sizes = [n for n, _ in batch.batches]
             cut = [self.device.split(whole, sizes) for whole in wholes]
             tensors = deque(map(list, zip(*cut, strict=True)))
-        return JobMemory(tensors, layout.offsets, wholes, address, compute.handle)
+        return JobMemory(tensors, layout.offsets, wholes, addresses, compute.handle)
 
     def stream_handle(self) -> int:
         """Return the handle of the consumer's current stream."""

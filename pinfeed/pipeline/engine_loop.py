@@ -68,7 +68,7 @@ class EngineLoop(Loop):
         self._mover = cast("HostTransfer | DeviceRows", parts.mover)
         self._source = source
         self._batch_size = batch_size
-        self._memory_rows = memory_rows
+        self._store_rows = memory_rows
         self._draws_ahead = draws_ahead
         # Draws the next span, in the thread of the loop unless it has a reader thread.
         self._draw_span: Callable[[], Rows | None] = functools.partial(next, spans, None)
@@ -76,7 +76,16 @@ class EngineLoop(Loop):
         schedule = parts.schedule
         self._slot_rows = schedule.batches_per_slot * batch_size
         # The user may give an array another shape while the loop runs.
-        self._row_types = [(store.row_shape, store.dtype) for store in source.stores]
+        row_types = [(store.row_shape, store.dtype) for store in source.stores]
+        order = list(range(len(row_types)))
+        if isinstance(self._mover, DeviceRows):
+            # Short rows come first, because small parts share memory of the device.
+            order = sorted(order, key=lambda k: memory_rows[k].row_nbytes)
+        self._memory_rows: Sequence[MemoryRows] = [memory_rows[k] for k in order]
+        self._row_types = [row_types[k] for k in order]
+        # Position of each store's rows in this order; None if it is that of the stores.
+        is_sorted = order == list(range(len(row_types)))
+        self._places = None if is_sorted else [order.index(k) for k in range(len(row_types))]
         self._full = row_layout(self._row_types, self._slot_rows)
         self._full_sizes = sizes(self._slot_rows, batch_size)
         # Slots that the engine is filling, each with the number of its job, in order.
@@ -164,16 +173,18 @@ class EngineLoop(Loop):
         slot.batch = batch = HostBatch((), source.rebuild, batches, [group])
         memory = self._mover.allocate_rows(layout, batch, slot)
         slot.batch_tensors = memory.tensors
+        if (places := self._places) is not None:
+            slot.batch_tensors = deque([tensors[k] for k in places] for tensors in memory.tensors)
         slot.nbytes = layout.nbytes_of_rows
         job = self._engine.submit(
             self._address + 8 * begin,
             n,
             memory.outs,
             (self._span, memory.owner),
-            memory.device,
+            memory.devices,
             memory.stream,
         )
-        if memory.device and self._is_tiny:
+        if memory.devices and self._is_tiny:
             # The copy to the device then runs during the training step.
             self._engine.gather(job)
         self._free.popleft()
@@ -193,7 +204,7 @@ class EngineLoop(Loop):
         n_good = 0
         with contextlib.suppress(ReadError):
             for (begin, end), tensors in zip(batch.ranges(), slot.batch_tensors, strict=True):
-                for memory_rows, tensor in zip(self._memory_rows, tensors, strict=True):
+                for memory_rows, tensor in zip(self._store_rows, tensors, strict=True):
                     self._mover.put(rows[begin:end], memory_rows, tensor)
                 n_good += 1
         if not n_good:
@@ -224,5 +235,5 @@ class EngineLoop(Loop):
         super()._forget_slots()
         # The engine keeps what its threads still use.
         self._copying.clear()
-        self._memory_rows = ()
+        self._store_rows = self._memory_rows = ()
         self._span = np.empty(0, np.int64)

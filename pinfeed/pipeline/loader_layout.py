@@ -11,7 +11,7 @@ from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.job_memory import BatchPart, RowLayout
 
 # A copy of its own costs the host as much time as staging that many bytes.
-_SMALL_NBYTES = 64 << 10
+_STAGED_NBYTES = 64 << 10
 
 
 class LoaderLayout:
@@ -29,8 +29,8 @@ class LoaderLayout:
 
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
-        direct = [tensor.nbytes > _SMALL_NBYTES and is_reached(tensor) for tensor in tensors]
-        order = sorted(range(len(tensors)), key=direct.__getitem__)
+        direct = [tensor.nbytes > _STAGED_NBYTES and is_reached(tensor) for tensor in tensors]
+        order = sorted(range(len(tensors)), key=lambda i: (direct[i], tensors[i].nbytes))
         is_sorted = order == list(range(len(tensors)))
         self._order = None if is_sorted else order
         self._places = sorted(range(len(order)), key=order.__getitem__)
@@ -41,10 +41,9 @@ class LoaderLayout:
         """Number of tensors that are staged."""
         self.staged_nbytes = [*memory.offsets, memory.nbytes][n]
         """Bytes of staging memory."""
-        self.table = np.array(
-            [*zip(memory.offsets, (tensors[i].nbytes for i in order), strict=True)], np.int64
-        )
-        """Offset and bytes of each tensor in this order, shape (n, 2)."""
+        nbytes = [part.nbytes for part in parts]
+        self.table = np.array([memory.offsets, nbytes], np.int64)
+        """Offset in staging memory and bytes of each tensor in this order, shape (2, n)."""
 
     def fits(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have the shapes and dtypes of this layout."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import RowCopy
+from pinfeed.devices.device import RowCopy, aligned
 from pinfeed.native.library import library
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
@@ -160,12 +160,15 @@ class SimDevice:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return SimMemory(block, nbytes, stream)
 
-    def empty_parts(self, layout: Any, stream: SimStream) -> tuple[int, list[DeviceArray]]:
-        buffer = self.empty(layout.nbytes, stream)
-        return buffer.contents.ctypes.data, [
-            self.tensor(buffer, part.shape, part.dtype, offset)
-            for part, offset in zip(layout.parts, layout.offsets, strict=True)
-        ]
+    def empty_parts(self, layout: Any, stream: SimStream) -> tuple[list[int], list[DeviceArray]]:
+        arrays = []
+        for block in layout.blocks:
+            buffer = self.empty(block.nbytes, stream)
+            offset = 0
+            for part in block.parts:
+                arrays.append(self.tensor(buffer, part.shape, part.dtype, offset))
+                offset += aligned(part.nbytes)
+        return [array._array.ctypes.data for array in arrays], arrays
 
     def tensor(
         self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0

@@ -26,10 +26,12 @@ static uint32_t random_below(uint32_t *seed, uint32_t n)
     return (*seed >> 8) % n;
 }
 
-static void check(int is_right)
+#define check(is_right) ((is_right) ? (void)0 : fail_at(__LINE__))
+
+static void fail_at(int line)
 {
-    if (!is_right)
-        abort();
+    fprintf(stderr, "moves.c:%d\n", line);
+    abort();
 }
 
 static int64_t aligned(int64_t nbytes)
@@ -54,14 +56,39 @@ static void fill(char *to, int64_t nbytes, uint32_t *seed)
     }
 }
 
+/* Parts of a batch: one after the other in staging memory, and on the GPU together or apart. */
+struct layout {
+    int64_t n;
+    int64_t offsets[MOST_PARTS];
+    int64_t nbytes[MOST_PARTS];
+    int64_t at[MOST_PARTS]; /* on the GPU */
+    char *devices[MOST_PARTS];
+    int64_t end; /* bytes on the GPU */
+};
+
+/* Adds a part to a layout. */
+static void add(struct layout *layout, int64_t nbytes, uint32_t *seed)
+{
+    const int64_t k = layout->n++;
+    layout->nbytes[k] = nbytes;
+    layout->offsets[k] = k ? layout->offsets[k - 1] + aligned(layout->nbytes[k - 1]) : 0;
+    layout->at[k] = aligned(layout->end) + (random_below(seed, 2) ? LINE : 0);
+    layout->end = layout->at[k] + nbytes;
+}
+
 /* ---- the program on the GPU ------------------------------------------------------------------ */
+
+struct part {
+    int64_t at;
+    int64_t nbytes;
+};
 
 /* What a training step reads of its block. */
 struct reading {
     void *read; /* event after the step */
     char *found;
     char *want;
-    struct pf_part parts[MOST_PARTS];
+    struct part parts[2 * MOST_PARTS];
     int64_t n;
 };
 
@@ -69,6 +96,7 @@ struct program {
     void *streams[2]; /* the program's usual stream, and another one */
     void *other;      /* event of the other stream */
     char *blocks[N_BLOCKS];
+    char *blank;
     int64_t block_nbytes;
     int n_free;
     struct reading readings[N_READINGS];
@@ -80,6 +108,7 @@ static void begin_program(struct program *program, int64_t block_nbytes)
     *program = (struct program){.block_nbytes = block_nbytes};
     for (int i = 0; i < 2; i++)
         program->streams[i] = async_stream();
+    program->blank = memory(block_nbytes);
     check(!driver->create(&program->other, PF_EVENT_FLAGS));
     for (int i = 0; i < N_BLOCKS; i++)
         program->blocks[program->n_free++] = memory(block_nbytes);
@@ -95,8 +124,8 @@ static void compare(struct reading *reading)
 {
     check(!driver->sync(reading->read));
     for (int64_t i = 0; i < reading->n; i++) {
-        const struct pf_part *const part = &reading->parts[i];
-        check(!memcmp(reading->found + part->offset, reading->want + part->offset,
+        const struct part *const part = &reading->parts[i];
+        check(!memcmp(reading->found + part->at, reading->want + part->at,
                       (size_t)part->nbytes));
     }
     reading->n = 0;
@@ -110,15 +139,40 @@ static struct reading *next_reading(struct program *program)
     return reading;
 }
 
+/* Allocates memory for the parts of a batch. The program uses it before, in its usual stream. */
+static char *allocate(struct program *program, struct layout *layout)
+{
+    char *const block = program->blocks[--program->n_free];
+    check(layout->end <= program->block_nbytes);
+    driver->copy(block, program->blank, (size_t)layout->end, program->streams[0]);
+    for (int64_t k = 0; k < layout->n; k++)
+        layout->devices[k] = block + layout->at[k];
+    return block;
+}
+
+/* Adds the part of a layout to what a step reads, and the gap after it, which no copy may write
+ * unless the next part is together with this one. Returns where the wanted bytes go. */
+static char *add_part(struct reading *reading, const struct layout *layout, int64_t k)
+{
+    const int64_t at = layout->at[k], end = at + layout->nbytes[k];
+    reading->parts[reading->n++] = (struct part){at, layout->nbytes[k]};
+    if (k + 1 < layout->n
+        && layout->at[k + 1] - at != layout->offsets[k + 1] - layout->offsets[k]) {
+        reading->parts[reading->n++] = (struct part){end, layout->at[k + 1] - end};
+        memset(reading->want + end, freed, (size_t)(layout->at[k + 1] - end));
+    }
+    return reading->want + at;
+}
+
 /* Queues a training step in a stream, and frees its block. */
 static void step(struct program *program, int in, char *block)
 {
     struct reading *const reading = &program->readings[program->n_steps++ % N_READINGS];
     void *const stream = program->streams[in];
     for (int64_t i = 0; i < reading->n; i++) {
-        const struct pf_part *const part = &reading->parts[i];
-        check(!driver->copy(reading->found + part->offset, block + part->offset,
-                            (size_t)part->nbytes, stream));
+        const struct part *const part = &reading->parts[i];
+        check(!driver->copy(reading->found + part->at, block + part->at, (size_t)part->nbytes,
+                            stream));
     }
     check(!driver->record(reading->read, stream));
     if (in) {
@@ -138,6 +192,7 @@ static void end_program(struct program *program)
         free(program->readings[i].want);
     }
     driver->destroy(program->other);
+    free(program->blank);
     check(program->n_free == N_BLOCKS);
     for (int i = 0; i < N_BLOCKS; i++)
         free(program->blocks[i]);
@@ -153,8 +208,7 @@ static const int64_t row_nbytes[N_SOURCES] = {4, 192, 0, 1024, 0};
 struct job {
     int64_t rows[LONG];
     int64_t n;
-    int64_t outs[N_SOURCES];
-    int64_t nbytes;
+    struct layout layout;
     char *block;
 };
 
@@ -166,7 +220,6 @@ struct run {
     struct pf_engine *engine;
     void *side;
     char *staging[N_SLOTS];
-    char *blank;
     uint32_t seed;
 };
 
@@ -207,14 +260,12 @@ static void submit(struct run *run, uint32_t number)
     job->n = random_below(&run->seed, most[random_below(&run->seed, 6)]);
     for (int64_t i = 0; i < job->n; i++)
         job->rows[i] = random_below(&run->seed, N_ROWS);
-    job->nbytes = 0;
-    for (int k = 0; k < N_SOURCES; k++) {
-        job->outs[k] = job->nbytes;
-        job->nbytes += aligned(job->n * row_nbytes[k]);
-    }
-    job->block = run->program.blocks[--run->program.n_free];
-    check(pf_engine_submit(run->engine, job->rows, 0, job->n, job->block,
-                           run->program.streams[0], job->outs)
+    job->layout = (struct layout){0};
+    for (int k = 0; k < N_SOURCES; k++)
+        add(&job->layout, job->n * row_nbytes[k], &run->seed);
+    job->block = allocate(&run->program, &job->layout);
+    check(pf_engine_submit(run->engine, job->rows, 0, job->n, run->program.streams[0],
+                           job->layout.offsets, job->layout.devices)
           == number);
 }
 
@@ -234,10 +285,10 @@ static void receive(struct run *run, uint32_t number)
         check(!pf_engine_wait_again(run->engine, number, program->streams[in]));
     struct reading *const reading = next_reading(program);
     for (int k = 0; k < N_SOURCES; k++) {
+        char *const want = add_part(reading, &job->layout, k);
         for (int64_t i = 0; i < job->n; i++)
-            memcpy(reading->want + job->outs[k] + i * row_nbytes[k],
-                   run->parts[k].base + job->rows[i] * row_nbytes[k], (size_t)row_nbytes[k]);
-        reading->parts[reading->n++] = (struct pf_part){job->outs[k], job->n * row_nbytes[k]};
+            memcpy(want + i * row_nbytes[k], run->parts[k].base + job->rows[i] * row_nbytes[k],
+                   (size_t)row_nbytes[k]);
     }
     step(program, in, job->block);
 }
@@ -275,8 +326,8 @@ static void run_engine(struct run *run, int round)
         struct reading *const reading = next_reading(&run->program);
         const int64_t nbytes = run->program.block_nbytes;
         memset(reading->want, freed, (size_t)nbytes);
-        check(!driver->copy(block, run->blank, (size_t)nbytes, run->program.streams[0]));
-        reading->parts[reading->n++] = (struct pf_part){0, nbytes};
+        check(!driver->copy(block, run->program.blank, (size_t)nbytes, run->program.streams[0]));
+        reading->parts[reading->n++] = (struct part){0, nbytes};
         step(&run->program, 0, block);
     }
     pf_engine_free(run->engine, 0);
@@ -295,11 +346,10 @@ static struct run *new_run(uint32_t seed)
         run->parts[k].stride = row_nbytes[k];
         run->sources[k] = (struct pf_source){&run->parts[k], 1, row_nbytes[k]};
         fill(run->parts[k].base, N_ROWS * row_nbytes[k], &run->seed);
-        most += aligned(LONG * row_nbytes[k]);
+        most += aligned(LONG * row_nbytes[k]) + LINE;
     }
     for (int i = 0; i < N_SLOTS; i++)
         run->staging[i] = memory(most);
-    run->blank = memory(most);
     begin_program(&run->program, most);
     return run;
 }
@@ -307,7 +357,6 @@ static struct run *new_run(uint32_t seed)
 static void free_run(struct run *run)
 {
     end_program(&run->program);
-    free(run->blank);
     for (int i = 0; i < N_SLOTS; i++)
         free(run->staging[i]);
     for (int k = 0; k < N_SOURCES; k++)
@@ -360,8 +409,9 @@ static void fail(uint32_t seed)
 enum { N_MOVES = 150, MOST_NBYTES = 5 << 20 };
 
 struct batch {
-    struct pf_part parts[MOST_PARTS];
-    char *from[MOST_PARTS]; /* memory of the loader */
+    struct layout layout;
+    char *memory[MOST_PARTS]; /* of the loader */
+    const char *from[MOST_PARTS];
     void *released;
     void *copied;
     char *staging;
@@ -378,20 +428,25 @@ static void load(struct batch *batch, uint32_t *seed)
         check(!driver->sync(batch->copied));
     move->n = 1 + random_below(seed, MOST_PARTS);
     move->n_staged = random_below(seed, 2) ? move->n : random_below(seed, (uint32_t)move->n + 1);
-    int64_t end = 0;
+    batch->layout = (struct layout){0};
     for (int64_t i = 0; i < move->n; i++) {
         const int64_t n = random_below(seed, most[random_below(seed, 5)]);
-        batch->parts[i] = (struct pf_part){end, end + n < MOST_NBYTES ? n : 0};
-        end += aligned(batch->parts[i].nbytes);
-        fill(batch->from[i], batch->parts[i].nbytes, seed);
+        add(&batch->layout, batch->layout.end + n < MOST_NBYTES ? n : 0, seed);
+        fill(batch->memory[i], batch->layout.nbytes[i], seed);
+        batch->from[i] = batch->memory[i];
     }
 }
 
 /* Queues the copies of a batch. Staged parts may be filled again at once. */
-static void send(struct batch *batch, char *block)
+static void send(struct batch *batch, uint32_t *seed)
 {
-    struct pf_move *const move = &batch->move;
-    move->device = block;
+    const struct pf_move *const move = &batch->move;
+    if (move->n_staged && !random_below(seed, 4)) {
+        /* Reader threads have staged the first part. */
+        check(!driver->sync(batch->copied));
+        memcpy(batch->staging, batch->memory[0], (size_t)batch->layout.nbytes[0]);
+        batch->from[0] = NULL;
+    }
     int error = pf_move(move);
     if (error == PF_NOT_READY) {
         check(!driver->sync(batch->copied));
@@ -405,37 +460,45 @@ static void *loader_loop(void *argument)
     uint32_t seed = (uint32_t)(uintptr_t)argument;
     struct program program;
     struct batch batches[N_SLOTS] = {0};
-    begin_program(&program, MOST_NBYTES + LINE);
+    begin_program(&program, MOST_NBYTES + 2 * MOST_PARTS * LINE);
     void *const side = async_stream();
     for (int i = 0; i < N_SLOTS; i++) {
         struct batch *const batch = &batches[i];
         check(!driver->create(&batch->released, PF_EVENT_FLAGS));
         check(!driver->create(&batch->copied, PF_EVENT_FLAGS));
-        batch->staging = memory(MOST_NBYTES + LINE);
+        batch->staging = memory(program.block_nbytes);
         for (int k = 0; k < MOST_PARTS; k++)
-            batch->from[k] = memory(3 << 20);
-        batch->move = (struct pf_move){
-            driver, side, program.streams[0], batch->released, batch->copied, batch->staging,
-            NULL, batch->parts, 0, 0, (const char *const *)batch->from};
+            batch->memory[k] = memory(3 << 20);
+        batch->move = (struct pf_move){driver,
+                                       side,
+                                       program.streams[0],
+                                       batch->released,
+                                       batch->copied,
+                                       batch->staging,
+                                       0,
+                                       0,
+                                       batch->layout.offsets,
+                                       batch->layout.nbytes,
+                                       batch->layout.devices,
+                                       batch->from};
     }
     char *blocks[N_SLOTS];
     for (uint32_t sent = 0, received = 0; received < N_MOVES; received++) {
         for (; sent < N_MOVES && sent < received + N_SLOTS; sent++) {
             struct batch *const batch = &batches[sent % N_SLOTS];
-            blocks[sent % N_SLOTS] = program.blocks[--program.n_free];
             load(batch, &seed);
-            send(batch, blocks[sent % N_SLOTS]);
+            blocks[sent % N_SLOTS] = allocate(&program, &batch->layout);
+            send(batch, &seed);
         }
         const struct batch *const batch = &batches[received % N_SLOTS];
         int is_idle = -1;
         check(!pf_receive(&batch->move, &is_idle) && is_idle >= 0);
         struct reading *const reading = next_reading(&program);
         for (int64_t i = 0; i < batch->move.n; i++) {
-            const struct pf_part *const part = &batch->parts[i];
-            memcpy(reading->want + part->offset, batch->from[i], (size_t)part->nbytes);
+            const size_t nbytes = (size_t)batch->layout.nbytes[i];
+            memcpy(add_part(reading, &batch->layout, i), batch->memory[i], nbytes);
             if (i < batch->move.n_staged)
-                memset(batch->from[i], freed, (size_t)part->nbytes);
-            reading->parts[reading->n++] = *part;
+                memset(batch->memory[i], freed, nbytes);
         }
         step(&program, 0, blocks[received % N_SLOTS]);
     }
@@ -446,7 +509,7 @@ static void *loader_loop(void *argument)
         driver->destroy(batches[i].copied);
         free(batches[i].staging);
         for (int k = 0; k < MOST_PARTS; k++)
-            free(batches[i].from[k]);
+            free(batches[i].memory[k]);
     }
     return NULL;
 }

@@ -160,7 +160,7 @@ def test_no_copy_writes_after_the_engine_was_shut_down(is_deaf: bool) -> None:
     )
     engine = Engine([source], n_threads=1, n_jobs=2, ring_at=1, bypass=False, staged=staged)
     compute = device.current_stream().handle
-    job = engine.submit(rows.ctypes.data, 50, [0], memory, memory.contents.ctypes.data, compute)
+    job = engine.submit(rows.ctypes.data, 50, [0], memory, [memory.contents.ctypes.data], compute)
     engine.gather(job)
     engine.shutdown()
     # Nobody has waited for the job, so the program may use its memory for something else.

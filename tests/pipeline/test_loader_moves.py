@@ -202,7 +202,9 @@ def test_a_loop_that_is_left_writes_no_memory_afterwards(
     with wrap_loader([one(i) for i in range(6)], device=device, depth=3) as feeder:
         for _ in feeder:
             break
-    free = [(device.stream(name), block) for name, blocks in device._free.items() for block in blocks]
+    free = [
+        (device.stream(name), block) for name, blocks in device._free.items() for block in blocks
+    ]
     for stream, block in free:
         stream._enqueue(functools.partial(block.fill, 0xAB))
     device.drain()
