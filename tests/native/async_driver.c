@@ -1,5 +1,5 @@
 /* A simulated driver of a GPU. One thread does the work of all streams, late: it chooses at random
- * which stream does its next piece of work, and sometimes sleeps instead.
+ * which stream does its next piece of work, sometimes sleeps first, and lets streams fall behind.
  *
  * A wait refers to the last record of its event before the call, as with a real driver. Copies move
  * their bytes when the stream reaches them.
@@ -45,7 +45,8 @@ static pthread_t thread;
 static struct stream *streams;
 static struct work *all_work;
 static uint32_t seed;
-static int is_ending, failure;
+static struct stream *stalled;
+static int n_waiting, is_ending, failure;
 
 #define WEAK __attribute__((weak))
 WEAK void AnnotateIgnoreSyncBegin(const char *file, int line);
@@ -95,14 +96,23 @@ static uint32_t random_below(uint32_t n)
     return (seed >> 8) % n;
 }
 
-/* Returns a stream that can do its next work, or NULL. */
+/* Returns a stream that can do its next work, or NULL. For a while, one stream does nothing unless
+ * a thread waits. */
 static struct stream *choose(void)
 {
     struct stream *chosen = NULL;
     uint32_t n = 0;
+    if (!random_below(20)) {
+        stalled = NULL;
+        for (struct stream *stream = streams; stream; stream = stream->older)
+            if (!random_below(++n))
+                stalled = stream;
+    }
+    n = 0;
     for (struct stream *stream = streams; stream; stream = stream->older) {
         const struct work *work = stream->first;
-        if (work && !(work->record && !work->record->is_done) && !random_below(++n))
+        const int may_run = stream != stalled || n_waiting || is_ending;
+        if (may_run && work && !(work->record && !work->record->is_done) && !random_below(++n))
             chosen = stream;
     }
     return chosen;
@@ -218,8 +228,11 @@ static int look(void *event, int sleeps)
 {
     lock();
     struct work *const last = ((struct event *)event)->record;
+    n_waiting += sleeps;
+    pthread_cond_broadcast(&changed);
     while (sleeps && last && !last->is_done)
         pthread_cond_wait(&changed, &mutex);
+    n_waiting -= sleeps;
     const int is_done = !last || last->is_done, error = failure;
     unlock();
     if (is_done && last)
@@ -261,7 +274,7 @@ void async_stop(void)
         free(stream);
     }
     all_work = NULL;
-    streams = NULL;
+    streams = stalled = NULL;
 }
 
 void *async_stream(void)

@@ -200,7 +200,7 @@ static void end_program(struct program *program)
 
 /* ---- engines --------------------------------------------------------------------------------- */
 
-enum { N_SOURCES = 5, N_JOBS = 40, N_ROUNDS = 6 };
+enum { N_SOURCES = 5, N_JOBS = 30, N_ROUNDS = 6 };
 
 static const int64_t row_nbytes[N_SOURCES] = {4, 192, 0, 1024, 0};
 
@@ -245,7 +245,7 @@ static void *poke(void *argument)
 {
     struct poker *const poker = argument;
     while (!poker->is_over) {
-        const struct timespec nap = {0, 300000};
+        const struct timespec nap = {0, 100000};
         nanosleep(&nap, NULL);
         pthread_kill(poker->loop, SIGUSR1);
     }
@@ -376,7 +376,7 @@ static void *engine_loop(void *argument)
 /* Runs a loop on a GPU that fails. Every wait ends, and from then on has the first error. */
 static void fail(uint32_t seed)
 {
-    enum { FIRST = 700, LATER = 719, BEGIN = 10, MIDDLE = 20 };
+    enum { FIRST = 700, LATER = 719, BEGIN = 8, MIDDLE = 16 };
     struct run *const run = new_run(seed);
     run->engine = pf_engine_open(N_SOURCES, run->sources, N_SLOTS, 1, 0);
     check(!pf_engine_use_driver(run->engine, driver, run->side, N_SLOTS, run->staging));
@@ -406,7 +406,7 @@ static void fail(uint32_t seed)
 
 /* ---- batches of a loader --------------------------------------------------------------------- */
 
-enum { N_MOVES = 150, MOST_NBYTES = 5 << 20 };
+enum { N_MOVES = 100, MOST_NBYTES = 5 << 20 };
 
 struct batch {
     struct layout layout;
