@@ -96,8 +96,14 @@ static uint32_t random_below(uint32_t n)
     return (seed >> 8) % n;
 }
 
+static int may_run(const struct stream *stream)
+{
+    const struct work *work = stream->first;
+    return work && !(work->record && !work->record->is_done);
+}
+
 /* Returns a stream that can do its next work, or NULL. For a while, one stream does nothing unless
- * a thread waits. */
+ * a thread waits and no other stream can do anything. */
 static struct stream *choose(void)
 {
     struct stream *chosen = NULL;
@@ -109,12 +115,11 @@ static struct stream *choose(void)
                 stalled = stream;
     }
     n = 0;
-    for (struct stream *stream = streams; stream; stream = stream->older) {
-        const struct work *work = stream->first;
-        const int may_run = stream != stalled || n_waiting || is_ending;
-        if (may_run && work && !(work->record && !work->record->is_done) && !random_below(++n))
+    for (struct stream *stream = streams; stream; stream = stream->older)
+        if (stream != stalled && may_run(stream) && !random_below(++n))
             chosen = stream;
-    }
+    if (!chosen && stalled && may_run(stalled) && (n_waiting || is_ending))
+        chosen = stalled;
     return chosen;
 }
 
