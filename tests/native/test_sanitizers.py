@@ -29,5 +29,6 @@ def test_engines_under_stress(expected: str, sanitizer: str, tmp_path: Path) -> 
     assert not compiled.returncode, compiled.stderr
     # ThreadSanitizer needs the usual layout of the address space.
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-    done = subprocess.run([*fixed, program], capture_output=True, text=True)
-    assert done.stdout == expected, done.stderr
+    done = subprocess.run([*fixed, program], capture_output=True, text=True, timeout=300)
+    # After a report, ThreadSanitizer continues, and changes only the exit code.
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
