@@ -201,10 +201,12 @@ def cross_build() -> None:
         print(f"{emulator} is not installed: the compiled part for aarch64 did not run")
         return
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "stress"
-        sources = [ROOT / "tests/native/stress.c", *(ROOT / "pinfeed/native").glob("*.c")]
-        run(compiler, "-std=c11", "-O2", "-static", "-pthread", *sources, "-o", program)
-        print(f"{emulator}: {run(emulator, program).strip()}")
+        for names in (["stress.c"], ["moves.c", "async_driver.c"]):
+            program = Path(folder) / names[0].removesuffix(".c")
+            tests = [ROOT / "tests/native" / name for name in names]
+            sources = [*tests, *(ROOT / "pinfeed/native").glob("*.c")]
+            run(compiler, "-std=c11", "-O2", "-static", "-pthread", *sources, "-o", program)
+            print(f"{emulator}: {run(emulator, program).strip()}")
 
 
 def main() -> None:

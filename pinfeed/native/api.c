@@ -189,14 +189,15 @@ PF_API int64_t pf_api_copy_queued(const int64_t *a)
     return error;
 }
 
-/* Arguments: those of struct pf_move, in order, to the bytes of each part, then where each part goes,
- * and where it is. Returns as pf_move does. */
+/* Arguments: those of struct pf_move, in order, to the bytes of each part, then where each part
+ * goes, and where it is. Returns as pf_move does. */
 PF_API int64_t pf_api_move(const int64_t *a)
 {
     const struct pf_move move = {
         pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]),
         pointer(a[4]), pointer(a[5]), a[6],          a[7],
-        pointer(a[8]), pointer(a[9]), (char *const *)(a + 10), (const char *const *)(a + 10 + a[7])};
+        pointer(a[8]), pointer(a[9]), (char *const *)(a + 10),
+        (const char *const *)(a + 10 + a[7])};
     return pf_move(&move);
 }
 

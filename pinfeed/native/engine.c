@@ -59,7 +59,8 @@
  *     another job. The ticket contains the number of the job, and a piece is taken by comparing
  *     and exchanging the whole ticket. So a thread reads the other fields only after it has taken
  *     a piece, and the job cannot end before this piece has. It may open the gate of the other job,
- *     which is work that this job needs, too.
+ *     which is work that this job needs, too. Therefore a job without pieces has no gate: it could
+ *     end while this thread opens it.
  * (b) A thread goes to sleep while the loop submits a job. It reads `bell` before it looks for
  *     jobs, and counts itself in `n_asleep`; then it sleeps only if `bell` has not changed. The
  *     loop submits first, then rings, and then looks whether threads sleep.
@@ -74,8 +75,9 @@
  *     in `n_to_send` after it is marked as done. The sender ends only if no piece was counted since
  *     it last looked.
  *
- * tests/native/test_engine_model.py checks these for every order of the steps, and
- * tests/native/test_engine.py the waits of the streams.
+ * tests/native/test_engine_model.py checks (a) to (e) for every order of the steps, and
+ * tests/native/test_send_model.py checks (f) and the gates. tests/pipeline/test_engine_protocol.py
+ * checks the waits of the streams.
  *
  * The loop's thread submits and waits. It keeps the memory of each job alive until it has waited
  * for the job, or has stopped the engine. */
@@ -131,6 +133,7 @@ struct job {
     /* With a driver only: */
     struct slot *slot;
     int64_t *offsets;      /* where the rows of each source begin in the slot */
+    int64_t *nbytes;       /* of the rows of each source */
     char **devices;        /* where they go on the GPU */
     uint32_t n_sent;       /* pieces whose copies are queued; the sender's */
     _Atomic uint8_t *done; /* by piece */
@@ -248,7 +251,7 @@ static void end_job(const struct pf_engine *engine, struct job *job)
         wake(&job->state, 1);
 }
 
-/* ---- copies to the GPU: one thread at a time ----------------------------------------------------- */
+/* ---- copies to the GPU: one thread at a time ------------------------------------------------- */
 
 /* Returns the bytes of staging memory up to the end of a number of pieces. */
 static int64_t end_of_pieces(const struct pf_engine *engine, const struct job *job, uint32_t n)
@@ -277,7 +280,7 @@ static int send_job(const struct pf_engine *engine, struct job *job)
     if (!job->n_sent)
         note(&job->error, driver->wait(engine->side, slot->released, 0)); /* (2) */
     const struct pf_staged staged = {driver, engine->side, slot->staging, job->offsets,
-                                     job->devices, engine->n_sources};
+                                     job->nbytes, job->devices, engine->n_sources};
     note(&job->error, pf_copy_staged(&staged, from, to));
     job->n_sent = n;
     if (!is_whole)
@@ -303,7 +306,7 @@ static void send_ready(struct pf_engine *engine)
     }
 }
 
-/* ---- threads ------------------------------------------------------------------------------------ */
+/* ---- threads --------------------------------------------------------------------------------- */
 
 /* Waits until staging memory may be written, for a job that was just looked at. Returns -1 if a
  * signal arrived. */
@@ -394,7 +397,7 @@ static void ring(struct pf_engine *engine)
         wake(&engine->bell, MOST_THREADS);
 }
 
-/* ---- what the loop calls ------------------------------------------------------------------------ */
+/* ---- what the loop calls --------------------------------------------------------------------- */
 
 /* The context of the GPU is current in the calling thread only during a call, because the program
  * may use another GPU there. */
@@ -426,6 +429,7 @@ void pf_engine_free(struct pf_engine *engine, int is_forked)
     for (uint32_t i = 0; engine->jobs && i < engine->n_places; i++) {
         free(engine->jobs[i].outs);
         free(engine->jobs[i].offsets);
+        free(engine->jobs[i].nbytes);
         free(engine->jobs[i].devices);
         free(engine->jobs[i].done);
     }
@@ -462,8 +466,9 @@ static int allocate(struct pf_engine *engine, const struct pf_source *sources)
         const size_t n = (size_t)engine->n_sources;
         job->outs = calloc(n, sizeof *job->outs);
         job->offsets = calloc(n, sizeof *job->offsets);
+        job->nbytes = calloc(n, sizeof *job->nbytes);
         job->devices = calloc(n, sizeof *job->devices);
-        if (!job->outs || !job->offsets || !job->devices)
+        if (!job->outs || !job->offsets || !job->nbytes || !job->devices)
             return -1;
     }
     return 0;
@@ -576,13 +581,15 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
         memcpy(job->offsets, outs, (size_t)engine->n_sources * sizeof *outs);
         memcpy(job->devices, devices, (size_t)engine->n_sources * sizeof *devices);
     }
-    for (int k = 0; k < engine->n_sources; k++)
+    for (int k = 0; k < engine->n_sources; k++) {
         job->outs[k] = (char *)((intptr_t)staging + outs[k]);
+        job->nbytes[k] = n * engine->sources[k].rows.row_nbytes;
+    }
     atomic_store(&job->unfinished, job->n_pieces);
     atomic_store(&job->failed, 0);
     atomic_store(&job->error, 0);
     const int is_closed = engine->driver && prepare_copies(engine, job, compute);
-    atomic_store(&job->gate, is_closed ? CLOSED : OPEN);
+    atomic_store(&job->gate, is_closed && n_pieces ? CLOSED : OPEN); /* (a) */
     job->begin_s = job->end_s = now_s();
     atomic_store(&job->state, n_pieces || engine->driver ? RUNNING : ENDED);
     if (n_pieces)
@@ -617,8 +624,11 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
 {
     struct job *job = job_of(engine, number);
     enter(engine);
-    int status = wait_for(engine, number);
-    if (!status && engine->driver) {
+    if (wait_for(engine, number)) {
+        leave(engine);
+        return -1;
+    }
+    if (engine->driver) {
         const uint32_t last = (engine->next_slot + engine->n_slots - 1) % engine->n_slots;
         result->is_idle = engine->driver->query(engine->slots[last].released) != PF_NOT_READY;
         note(&job->error, engine->driver->wait(compute, job->slot->copied, 0)); /* (4) */
@@ -628,13 +638,14 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
     result->end_s = job->end_s;
     result->failed = atomic_load(&job->failed);
     result->error = atomic_load(&job->error);
-    return status;
+    return 0;
 }
 
 int pf_engine_wait_again(const struct pf_engine *engine, uint32_t number, void *compute)
 {
+    const struct slot *slot = job_of(engine, number)->slot;
     enter(engine);
-    const int error = engine->driver->wait(compute, job_of(engine, number)->slot->copied, 0); /* (4) */
+    const int error = engine->driver->wait(compute, slot->copied, 0); /* (4) */
     leave(engine);
     return error;
 }

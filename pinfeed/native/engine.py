@@ -176,13 +176,14 @@ class Engine:
             ClosedError: If the engine was shut down.
             MemoryError: If memory is missing.
         """
-        if not self._memory:
-            raise ClosedError(_SHUT_DOWN)
         request = self._pack_submit(
             self._engine, rows, 0, n, stream, self._n_sources, *outs, *devices
         )
         number = self.n_submitted
-        self._memory[0][number] = memory
+        try:
+            self._memory[0][number] = memory
+        except IndexError:
+            raise ClosedError(_SHUT_DOWN) from None
         if self._library.submit(request) < 0:
             raise MemoryError(f"the system has no memory to gather a batch of {n:,} rows")
         self.n_submitted = number + 1
@@ -203,10 +204,11 @@ class Engine:
             ClosedError: If the engine was shut down.
             Exception: If a call of the driver failed; the driver's error.
         """
-        if not self._memory:
-            raise ClosedError(_SHUT_DOWN)
         # This thread gathers and copies, too, also after another one has shut the engine down.
-        memory = self._memory[0]
+        try:
+            memory = self._memory[0]
+        except IndexError:
+            raise ClosedError(_SHUT_DOWN) from None
         request = _pack_wait(self._engine, number, stream, self._result_address)
         # After a signal, the interpreter calls its handler before the next call.
         while self._library.wait(request) == _SIGNAL:
@@ -236,6 +238,9 @@ class Engine:
         """Gather a job in this thread, now."""
         while self.help(number):
             pass
+        if not self._memory:
+            # Another thread has shut the engine down before these copies were queued.
+            self._library.stop_engine(packing(1)(self._engine))
 
     def shutdown(self, wait: bool = True) -> None:
         """End the threads, and drop the memory of all jobs. A second call does nothing."""

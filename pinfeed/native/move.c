@@ -1,9 +1,9 @@
 /* Moves a batch that the loop's thread has, such as a batch of a loader, to a GPU.
  *
  * Parts that are small, or in pageable memory, are copied into the page-locked staging memory of a
- * slot, one after the other; reader threads may have done that. Small ones lie next to each other on
- * the GPU, too, so they are one copy. Long ones are a copy for each 2 MiB, which runs while the next
- * ones are staged. Other parts are copied from where they are.
+ * slot, one after the other; reader threads may have done that. Small ones lie next to each other
+ * on the GPU, too, so they are one copy. Long ones are a copy for each 2 MiB, which runs while the
+ * next ones are staged. Other parts are copied from where they are.
  *
  *     move:    copied.query()  of the slot's last batch                                    (1)
  *              released = record(compute)
@@ -21,21 +21,24 @@
 
 int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to)
 {
+    const int64_t *const offsets = staged->offsets;
     int error = 0;
     for (int64_t k = 0; from < to && !error;) {
-        while (k + 1 < staged->n && staged->offsets[k + 1] <= from)
+        while (k + 1 < staged->n && offsets[k + 1] <= from)
             k++;
-        char *const device = staged->devices[k] + (from - staged->offsets[k]);
-        int64_t end = to;
-        for (; k + 1 < staged->n && staged->offsets[k + 1] < to; k++)
-            if (staged->devices[k + 1] - staged->devices[k]
-                != staged->offsets[k + 1] - staged->offsets[k]) {
-                end = staged->offsets[k + 1];
+        char *const device = staged->devices[k] + (from - offsets[k]);
+        int64_t end = to, next = to;
+        for (; k + 1 < staged->n && offsets[k + 1] < to; k++)
+            if (staged->devices[k + 1] - staged->devices[k] != offsets[k + 1] - offsets[k]) {
+                next = offsets[k + 1];
+                /* The memory of this part may end before the gap. */
+                end = offsets[k] + staged->nbytes[k];
                 break;
             }
-        error = staged->driver->copy(device, staged->staging + from, (size_t)(end - from),
-                                     staged->side);
-        from = end;
+        if (end > from)
+            error = staged->driver->copy(device, staged->staging + from, (size_t)(end - from),
+                                         staged->side);
+        from = next;
     }
     return error;
 }
@@ -43,8 +46,8 @@ int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to)
 /* Stages the first parts, and queues their copies. */
 static int stage(const struct pf_move *move)
 {
-    const struct pf_staged staged = {move->driver,  move->side,    move->staging,
-                                     move->offsets, move->devices, move->n_staged};
+    const struct pf_staged staged = {move->driver, move->side,    move->staging, move->offsets,
+                                     move->nbytes, move->devices, move->n_staged};
     int error = 0;
     int64_t sent = 0, end = 0;
     for (int64_t i = 0; i < move->n_staged && !error; i++) {

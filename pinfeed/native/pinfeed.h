@@ -172,6 +172,7 @@ struct pf_staged {
     void *side; /* stream of the copies */
     const char *staging;
     const int64_t *offsets; /* of each part in staging memory, ascending */
+    const int64_t *nbytes;  /* of each part */
     char *const *devices;   /* where each part goes */
     int64_t n;
 };

@@ -6,17 +6,19 @@ job.
 
 Every order ends with all pieces copied, because no order comes back to an earlier state, and none
 leaves a thread asleep. The loop needs no thread for that, also if it never rings for one.
+``test_send_model.py`` has the steps that move a job to a device.
 """
 
 from __future__ import annotations
 
-import gc
-import graphlib
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from support.orders_of_steps import check_every_order, without_collector
+
+pytestmark = pytest.mark.usefixtures(without_collector.__name__)
 
 N_PLACES = 2
 # Steps of pf_engine_submit, and of a thread that looks for a job and goes to sleep.
@@ -299,22 +301,9 @@ class Model:
             AssertionError: If an order of steps breaks a rule, or lets a thread sleep forever.
             graphlib.CycleError: If an order of steps does not end.
         """
-        numbers = {self.start: 0}
-        graph: dict[int, list[int]] = {}
-        todo = [self.start]
-        while todo:
-            state = todo.pop()
-            self.check_state(state)
-            following = list(self.following_states(state))
-            if not following:
-                self.check_end(state)
-            for one in following:
-                if one not in numbers:
-                    numbers[one] = len(numbers)
-                    todo.append(one)
-            graph[numbers[state]] = [numbers[one] for one in following]
-        graphlib.TopologicalSorter(graph).prepare()
-        return len(numbers)
+        return check_every_order(
+            self.start, self.following_states, self.check_state, self.check_end
+        )
 
     def check_state(self, s: State) -> None:
         n_untaken = sum(job.left > 0 for job in s.places)
@@ -328,14 +317,6 @@ class Model:
         assert all(job.state == ENDED for job in s.places)
         assert len(s.copied) == sum(self.pieces)
         assert s.n_untaken == 0
-
-
-@pytest.fixture(autouse=True)
-def without_collector() -> Iterator[None]:
-    """Turn the garbage collector off, which would look at all states again and again."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.sweep(2)

@@ -3,7 +3,7 @@
 import functools
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.internals import runner_of
 from support.schedules import next_stream, randomly, stalling, switch
 
-from pinfeed import Feeder
+from pinfeed import ClosedError, Feeder
 from pinfeed.native import library as native
 from pinfeed.native.engine import Engine, Staged
 from pinfeed.native.memory_rows import MemoryRows
@@ -146,7 +146,8 @@ def test_each_wait_is_needed(hazard: int) -> None:
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
-def test_no_copy_writes_after_the_engine_was_shut_down(is_deaf: bool) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_no_copy_writes_after_the_engine_was_shut_down(is_late: bool, is_deaf: bool) -> None:
     device = SimDevice(lazy, has_engine=True, deaf_to=("engine.c", 9) if is_deaf else None)
     array = np.ones((50, 100))
     rows = np.arange(50)
@@ -160,10 +161,28 @@ def test_no_copy_writes_after_the_engine_was_shut_down(is_deaf: bool) -> None:
     )
     engine = Engine([source], n_threads=1, n_jobs=2, ring_at=1, bypass=False, staged=staged)
     compute = device.current_stream().handle
-    job = engine.submit(rows.ctypes.data, 50, [0], memory, [memory.contents.ctypes.data], compute)
+    addresses = [memory.contents.ctypes.data]
+    job = engine.submit(rows.ctypes.data, 50, [0], memory, addresses, compute)
+    if is_late:
+        # As if another thread shut the engine down now.
+        engine.shutdown()
     engine.gather(job)
     engine.shutdown()
     # Nobody has waited for the job, so the program may use its memory for something else.
     memory.contents.fill(0xAB)
     device.drain()
     assert (memory.contents == 0xAB).all() != is_deaf
+
+
+def test_an_engine_that_is_shut_down_meanwhile_takes_no_job() -> None:
+    source = MemoryRows.of_array(np.ones((5, 2)))
+    assert source is not None
+    engine = Engine([source], n_threads=1, n_jobs=2, ring_at=1, bypass=False)
+    rows, out = np.arange(5), np.empty((5, 2))
+
+    def outs() -> Iterator[int]:
+        engine.shutdown()
+        yield out.ctypes.data
+
+    with pytest.raises(ClosedError):
+        engine.submit(rows.ctypes.data, 5, outs(), out)

@@ -1,0 +1,22 @@
+/* A simulated driver of a GPU, whose streams do their work late: see async_driver.c. */
+#ifndef ASYNC_DRIVER_H
+#define ASYNC_DRIVER_H
+
+#include "../../pinfeed/native/pinfeed.h"
+
+extern const struct pf_driver async_driver;
+
+/* Starts the thread that does the work of all streams; its order is a function of the seed and of
+ * the times of the calls. */
+void async_start(uint32_t seed);
+
+/* Does all queued work, ends the thread, and frees the streams. */
+void async_stop(void);
+
+/* Returns a new stream. */
+void *async_stream(void);
+
+/* Makes every later call of the driver fail with an error, or none with 0. */
+void async_fail(int error);
+
+#endif
