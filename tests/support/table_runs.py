@@ -100,14 +100,6 @@ TESTS = [torch.tensor([0, 1, 2, 8]), torch.tensor([[7, 3], [3, 4]]), torch.tenso
 """Ids that are looked up in both tables."""
 
 
-def use_earlier_stream(device: SimTorchDevice) -> None:
-    """Use memory of the first stream, in which the program goes on after a change, too."""
-    earlier = device.stream("compute")
-    for nbytes in (*range(512, 4096, 512), 8192):
-        memory = device.empty(nbytes, earlier)
-        earlier._enqueue(partial(memory.contents.fill, 7))
-
-
 class Run:
     """One program as a loop over train_rows and as the synchronous loop.
 
@@ -289,8 +281,6 @@ class Run:
                     self.body(i, batch, users, items, optimizer, losses)
                     if i + 1 - first == self.stop_after:
                         break
-                    if self.switch_in is not None and i > self.switch_in:
-                        use_earlier_stream(device)
                     if name := next_stream(i, self.switch_after, self.switch_once):
                         # The rows of this batch are then written back from the other stream.
                         switch(device, name)
