@@ -93,9 +93,9 @@ def draw_time() -> Figure:
 def bars(axes: Any, batch: int) -> None:
     """Draw the bars of a batch, whose step begins at ``PERIOD * batch``."""
     start = PERIOD * batch
-    bar(axes, LOOP, batch, start - DEPTH * PERIOD - 2.2, 1.2, "reserve\n{}")
     bar(axes, READER, batch, start - DEPTH * PERIOD - 0.9, 2.4, "gather {}")
-    bar(axes, READ, batch, start - DEPTH * PERIOD + 1.7, 1.6, "copy {}")
+    bar(axes, LOOP, batch, start - PERIOD - 1.95, 0.9, "queue\n{}")
+    bar(axes, READ, batch, start - PERIOD + 0.05, 1.6, "copy {}")
     bar(axes, LOOP, batch, start - 0.95, 0.8, "lend\n{}")
     bar(axes, LOOP, batch, start - 0.1, 1.8, "your code\n{}")
     bar(axes, LOOP, batch, start + 1.75, 0.8, "hold\n{}")
@@ -143,16 +143,16 @@ def bar(
 def arrows(axes: Any, batch: int, *, is_labelled: bool) -> None:
     """Draw an arrow from each event of a batch to its waiter."""
     start = PERIOD * batch
-    copied = start - DEPTH * PERIOD + 3.3
+    copied = start - PERIOD + 1.65
     computed = start + 4.65
     arrived = start + 6.55
-    arrow(axes, (copied, READ), (start - 0.15, COMPUTE), is_labelled, "filled", (-0.9, 0.0))
+    arrow(axes, (copied, READ), (start - 0.15, COMPUTE), is_labelled, "copied", (-0.9, 0.0))
     arrow(axes, (computed, COMPUTE), (start + 5.0, WRITE), is_labelled, "ready", (-0.62, 0.03))
     arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), is_labelled, "arrived", (-0.72, 0.03))
     arrow(
         axes,
         (computed, COMPUTE),
-        (start + PERIOD + 1.7, READ),
+        (start + PERIOD + 0.05, READ),
         is_labelled,
         "released",
         (0.85, 0.05),
@@ -162,7 +162,7 @@ def arrows(axes: Any, batch: int, *, is_labelled: bool) -> None:
         (copied, READ),
         (start + PERIOD - 0.9, READER),
         is_labelled,
-        "filled: staging is free again",
+        "copied: staging is free again",
         (0.2, 0.0),
     )
 

@@ -56,7 +56,10 @@ class CudaDriver:
 
     def event(self) -> CudaEvent:
         """Return an event for the caller to record."""
-        return CudaEvent(self, self._spare.pop() if self._spare else self._new_event())
+        try:
+            return CudaEvent(self, self._spare.pop())
+        except IndexError:
+            return CudaEvent(self, self._new_event())
 
     def wait(self, stream: int, event: int) -> None:
         """Make later work of a stream wait for the event with a handle."""

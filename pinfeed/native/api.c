@@ -134,20 +134,18 @@ PF_API int64_t pf_api_engine_free(const int64_t *a)
 
 /* ---- calls of the driver ----------------------------------------------------------------------
  *
- * The first argument is the driver. They return 0 or an error, if nothing else is said. The context
- * of the GPU is current during the call only, because the program may use another GPU. */
-#define WITH_CONTEXT(driver, call)                                                                 \
-    void *context;                                                                                 \
-    (driver)->push((driver)->context);                                                             \
+ * The first argument is the driver. They return 0 or an error, if nothing else is said. */
+#define IN_SCOPE(driver, call)                                                                     \
+    struct pf_scope scope = pf_enter(driver);                                                      \
     const int error = call;                                                                        \
-    (driver)->pop(&context)
+    pf_leave(driver, &scope)
 
 /* Argument: driver. Returns a new event, or the negative error. */
 PF_API int64_t pf_api_event_create(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
     void *event = NULL;
-    WITH_CONTEXT(driver, driver->create(&event, PF_EVENT_FLAGS));
+    IN_SCOPE(driver, driver->create(&event, PF_EVENT_FLAGS));
     return error ? -error : (intptr_t)event;
 }
 
@@ -155,7 +153,7 @@ PF_API int64_t pf_api_event_create(const int64_t *a)
 PF_API int64_t pf_api_event_record(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
-    WITH_CONTEXT(driver, driver->record(pointer(a[1]), pointer(a[2])));
+    IN_SCOPE(driver, driver->record(pointer(a[1]), pointer(a[2])));
     return error;
 }
 
@@ -163,7 +161,7 @@ PF_API int64_t pf_api_event_record(const int64_t *a)
 PF_API int64_t pf_api_event_wait(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
-    WITH_CONTEXT(driver, driver->wait(pointer(a[1]), pointer(a[2]), 0));
+    IN_SCOPE(driver, driver->wait(pointer(a[1]), pointer(a[2]), 0));
     return error;
 }
 
@@ -171,21 +169,23 @@ PF_API int64_t pf_api_event_wait(const int64_t *a)
 PF_API int64_t pf_api_event_query(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
-    return driver->query(pointer(a[1]));
+    IN_SCOPE(driver, driver->query(pointer(a[1])));
+    return error;
 }
 
 /* Arguments: driver, event. */
 PF_API int64_t pf_api_event_sync(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
-    return driver->sync(pointer(a[1]));
+    IN_SCOPE(driver, driver->sync(pointer(a[1])));
+    return error;
 }
 
 /* Arguments: driver, where to, where from, number of bytes, stream. */
 PF_API int64_t pf_api_copy_queued(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
-    WITH_CONTEXT(driver, driver->copy(pointer(a[1]), pointer(a[2]), (size_t)a[3], pointer(a[4])));
+    IN_SCOPE(driver, driver->copy(pointer(a[1]), pointer(a[2]), (size_t)a[3], pointer(a[4])));
     return error;
 }
 

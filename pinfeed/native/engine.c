@@ -359,12 +359,7 @@ static void *work(void *argument)
     struct pf_engine *engine = argument;
     uint32_t number = 0, n_sleeps = 0;
     int n_looks = MOST_LOOKS;
-    if (engine->driver) {
-        /* In another mode, calls of this thread would end a capture of a CUDA graph. */
-        int mode = PF_CAPTURE_RELAXED;
-        engine->driver->push(engine->driver->context);
-        engine->driver->exchange_capture_mode(&mode);
-    }
+    pf_enter(engine->driver);
     while (!atomic_load(&engine->is_stopped)) {
         const uint32_t bell = atomic_load(&engine->bell);
         uint32_t head = atomic_load(&engine->head);
@@ -399,32 +394,17 @@ static void ring(struct pf_engine *engine)
 
 /* ---- what the loop calls --------------------------------------------------------------------- */
 
-/* The context of the GPU is current in the calling thread only during a call, because the program
- * may use another GPU there. */
-static void enter(const struct pf_engine *engine)
-{
-    if (engine->driver)
-        engine->driver->push(engine->driver->context);
-}
-
-static void leave(const struct pf_engine *engine)
-{
-    void *context;
-    if (engine->driver)
-        engine->driver->pop(&context);
-}
-
 void pf_engine_free(struct pf_engine *engine, int is_forked)
 {
     if (engine->driver && !is_forked) {
-        enter(engine);
+        struct pf_scope scope = pf_enter(engine->driver);
         for (uint32_t i = 0; engine->slots && i < engine->n_slots; i++) {
             if (engine->slots[i].released)
                 engine->driver->destroy(engine->slots[i].released);
             if (engine->slots[i].copied)
                 engine->driver->destroy(engine->slots[i].copied);
         }
-        leave(engine);
+        pf_leave(engine->driver, &scope);
     }
     for (uint32_t i = 0; engine->jobs && i < engine->n_places; i++) {
         free(engine->jobs[i].outs);
@@ -504,7 +484,7 @@ int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *drive
     engine->driver = driver;
     engine->side = side;
     engine->n_slots = n_slots;
-    enter(engine);
+    struct pf_scope scope = pf_enter(engine->driver);
     for (uint32_t i = 0; i < n_slots && !error; i++) {
         struct slot *slot = &engine->slots[i];
         slot->staging = staging[i];
@@ -512,7 +492,7 @@ int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *drive
         if (!error)
             error = driver->create(&slot->copied, PF_EVENT_FLAGS);
     }
-    leave(engine);
+    pf_leave(engine->driver, &scope);
     return error;
 }
 
@@ -544,10 +524,10 @@ static int prepare_copies(struct pf_engine *engine, struct job *job, void *compu
     job->n_sent = 0;
     for (uint32_t i = 0; i < job->n_pieces; i++)
         atomic_store_explicit(&job->done[i], 0, memory_order_relaxed);
-    enter(engine);
+    struct pf_scope scope = pf_enter(engine->driver);
     note(&job->error, driver->record(slot->released, compute));
     const int is_closed = driver->query(slot->copied) != 0;
-    leave(engine);
+    pf_leave(engine->driver, &scope);
     return is_closed;
 }
 
@@ -623,9 +603,9 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
                    struct pf_result *result)
 {
     struct job *job = job_of(engine, number);
-    enter(engine);
+    struct pf_scope scope = pf_enter(engine->driver);
     if (wait_for(engine, number)) {
-        leave(engine);
+        pf_leave(engine->driver, &scope);
         return -1;
     }
     if (engine->driver) {
@@ -633,7 +613,7 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
         result->is_idle = engine->driver->query(engine->slots[last].released) != PF_NOT_READY;
         note(&job->error, engine->driver->wait(compute, job->slot->copied, 0)); /* (4) */
     }
-    leave(engine);
+    pf_leave(engine->driver, &scope);
     result->begin_s = job->begin_s;
     result->end_s = job->end_s;
     result->failed = atomic_load(&job->failed);
@@ -644,17 +624,17 @@ int pf_engine_wait(struct pf_engine *engine, uint32_t number, void *compute,
 int pf_engine_wait_again(const struct pf_engine *engine, uint32_t number, void *compute)
 {
     const struct slot *slot = job_of(engine, number)->slot;
-    enter(engine);
+    struct pf_scope scope = pf_enter(engine->driver);
     const int error = engine->driver->wait(compute, slot->copied, 0); /* (4) */
-    leave(engine);
+    pf_leave(engine->driver, &scope);
     return error;
 }
 
 int pf_engine_help(struct pf_engine *engine, uint32_t number)
 {
-    enter(engine);
+    struct pf_scope scope = pf_enter(engine->driver);
     const int helped = help(engine, number);
-    leave(engine);
+    pf_leave(engine->driver, &scope);
     return helped > 0;
 }
 
@@ -668,11 +648,11 @@ void pf_engine_stop(struct pf_engine *engine)
         pthread_join(engine->threads[--engine->n_threads], NULL);
     pthread_mutex_unlock(&engine->stopping);
     void *last = NULL;
-    enter(engine);
+    struct pf_scope scope = pf_enter(engine->driver);
     if (engine->driver && !engine->driver->create(&last, PF_EVENT_FLAGS)) {
         engine->driver->record(last, engine->side);
         engine->driver->sync(last); /* (9) */
         engine->driver->destroy(last);
     }
-    leave(engine);
+    pf_leave(engine->driver, &scope);
 }

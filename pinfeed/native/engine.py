@@ -132,6 +132,7 @@ class Engine:
         self.n_submitted = 0
         """Number of submitted jobs, which is the number of the next one."""
         self._n_waited = 0
+        self._is_shut = False
         self._n_sources = len(sources)
         self._pack_submit = packing(6 + len(sources) * (1 if staged is None else 2))
         self._reference = weakref.ref(self)
@@ -213,7 +214,7 @@ class Engine:
         # After a signal, the interpreter calls its handler before the next call.
         while self._library.wait(request) == _SIGNAL:
             pass
-        if not self._memory:
+        if self._is_shut:
             self._library.stop_engine(packing(1)(self._engine))
         del memory[number]
         self._n_waited = number + 1
@@ -238,7 +239,7 @@ class Engine:
         """Gather a job in this thread, now."""
         while self.help(number):
             pass
-        if not self._memory:
+        if self._is_shut:
             # Another thread has shut the engine down before these copies were queued.
             self._library.stop_engine(packing(1)(self._engine))
 
@@ -247,6 +248,8 @@ class Engine:
         # A forked process has none of the threads. The garbage collector calls ``_end`` before it
         # closes the generator of a loop that shuts the engine down.
         if self._memory and self._n_forks == exit_hook.n_forks:
+            # A thread that waits now stops the engine again, because it may have queued copies.
+            self._is_shut = True
             self._library.stop_engine(packing(1)(self._engine))
             self._memory.clear()
         exit_hook.pools.discard(self._reference)

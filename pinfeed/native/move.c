@@ -19,6 +19,25 @@
 
 #define COPY_NBYTES (2 << 20)
 
+struct pf_scope pf_enter(const struct pf_driver *driver)
+{
+    struct pf_scope scope = {0, PF_CAPTURE_RELAXED};
+    if (driver && !driver->push(driver->context)) {
+        scope.is_entered = 1;
+        driver->exchange_capture_mode(&scope.mode);
+    }
+    return scope;
+}
+
+void pf_leave(const struct pf_driver *driver, struct pf_scope *scope)
+{
+    void *context;
+    if (scope->is_entered) {
+        driver->exchange_capture_mode(&scope->mode);
+        driver->pop(&context);
+    }
+}
+
 int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to)
 {
     const int64_t *const offsets = staged->offsets;
@@ -71,12 +90,13 @@ static int stage(const struct pf_move *move)
 int pf_move(const struct pf_move *move)
 {
     const struct pf_driver *driver = move->driver;
+    struct pf_scope scope = pf_enter(driver);
     /* An event that was never recorded has passed. */
     int error = driver->query(move->copied); /* (1) */
-    if (error)
+    if (error) {
+        pf_leave(driver, &scope);
         return error;
-    void *context;
-    driver->push(driver->context);
+    }
     error = driver->record(move->released, move->compute);
     if (!error)
         error = driver->wait(move->side, move->released, 0); /* (2) */
@@ -88,17 +108,16 @@ int pf_move(const struct pf_move *move)
                                  move->side);
     /* After an error, too, the next batch of the slot waits for the copies that were queued. */
     const int recorded = driver->record(move->copied, move->side);
-    driver->pop(&context);
+    pf_leave(driver, &scope);
     return error ? error : recorded;
 }
 
 int pf_receive(const struct pf_move *move, int *is_idle)
 {
     const struct pf_driver *driver = move->driver;
-    void *context;
-    driver->push(driver->context);
+    struct pf_scope scope = pf_enter(driver);
     *is_idle = driver->query(move->released) != PF_NOT_READY;
     const int error = driver->wait(move->compute, move->copied, 0); /* (4) */
-    driver->pop(&context);
+    pf_leave(driver, &scope);
     return error;
 }

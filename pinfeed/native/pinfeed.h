@@ -166,6 +166,18 @@ void pf_engine_free(struct pf_engine *engine, int is_forked);
 
 /* move.c */
 
+/* What a call of the driver changes in the calling thread. */
+struct pf_scope {
+    int is_entered;
+    int mode;
+};
+
+/* Makes the context of the GPU current in the calling thread until `pf_leave`, because the program
+ * may use another GPU there. Calls in between do not concern a capture of a CUDA graph, in this
+ * thread or another one. `driver` may be NULL. */
+struct pf_scope pf_enter(const struct pf_driver *driver);
+void pf_leave(const struct pf_driver *driver, struct pf_scope *scope);
+
 /* Parts in staging memory, one after the other, that go to the GPU. */
 struct pf_staged {
     const struct pf_driver *driver;

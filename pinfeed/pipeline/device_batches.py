@@ -174,6 +174,9 @@ class DeviceBatches:
             code = queue(request)
         if layout.n_staged < len(tensors):
             self._reading = copied
+        if self._transfer.is_stopping:
+            # Another thread ends the loop, and may have waited for its copies before these.
+            copied.sync()
         if code:
             self._driver.raise_error(code)
         return layout.in_batch_order(found), layout.memory.nbytes_of_rows

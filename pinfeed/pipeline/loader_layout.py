@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +28,11 @@ class LoaderLayout:
     def __init__(self, tensors: Sequence[Any], is_reached: Callable[[Any], bool]) -> None:
         from pinfeed.tensors.numpy_torch import NUMPY
 
+        self._is_reached = is_reached
+        self._direct = [tensor.nbytes > _STAGED_NBYTES and is_reached(tensor) for tensor in tensors]
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
-        direct = [tensor.nbytes > _STAGED_NBYTES and is_reached(tensor) for tensor in tensors]
+        direct = self._direct
         order = sorted(range(len(tensors)), key=lambda i: (direct[i], tensors[i].nbytes))
         is_sorted = order == list(range(len(tensors)))
         self._order = None if is_sorted else order
@@ -46,11 +49,12 @@ class LoaderLayout:
         """Offset in staging memory and bytes of each tensor in this order, shape (2, n)."""
 
     def fits(self, tensors: Sequence[Any]) -> bool:
-        """Return whether tensors have the shapes and dtypes of this layout."""
+        """Return whether tensors have the shapes and dtypes of this layout, and move as these."""
         return (
             len(tensors) == len(self._shapes)
             and [tensor.shape for tensor in tensors] == self._shapes
             and [tensor.dtype for tensor in tensors] == self._dtypes
+            and all(map(self._is_reached, itertools.compress(tensors, self._direct)))
         )
 
     def sources(self, tensors: Sequence[Any]) -> list[int]:

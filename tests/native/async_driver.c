@@ -197,7 +197,7 @@ static int pop(void **context)
 
 static int exchange_capture_mode(int *mode)
 {
-    return *mode != PF_CAPTURE_RELAXED;
+    return *mode < 0 || *mode > PF_CAPTURE_RELAXED;
 }
 
 static int create(void **event, unsigned flags)
