@@ -1,4 +1,4 @@
-"""RowLayout: where the parts of a batch go, in staging memory and on a device."""
+"""RowLayout: the places of the parts of a batch, in staging memory and on a device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Block(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Where the parts of a batch go, in staging memory and on the device."""
+    """Places of the parts of a batch, in staging memory and on the device."""
 
     parts: Sequence[BatchPart]
     offsets: Sequence[int]

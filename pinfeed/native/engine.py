@@ -20,7 +20,7 @@ _SHUT_DOWN = "the loop has ended; begin another loop"
 
 
 class Result(ctypes.Structure):
-    """What ``Engine.wait`` returns: the structure ``pf_result`` of pinfeed.h."""
+    """Result of ``Engine.wait``: the structure ``pf_result`` of pinfeed.h."""
 
     _fields_ = (
         ("begin_s", ctypes.c_double),
@@ -60,7 +60,7 @@ class Driver(Protocol):
 
 
 class Staged(NamedTuple):
-    """How an engine moves its jobs to a device."""
+    """Memory, stream and driver by which an engine moves its jobs to a device."""
 
     driver: Driver
     side: int
@@ -85,7 +85,7 @@ class Engine:
         ring_at: Number of jobs with rows to gather at which sleeping threads are woken; the waiting
             thread gathers fewer itself.
         bypass: Whether rows are written past the caches of the processor.
-        staged: How the jobs move to a device; None if the batches are in host memory.
+        staged: Memory and driver to move the jobs to a device; None for batches in host memory.
 
     Raises:
         MemoryError: If memory is missing.

@@ -132,14 +132,7 @@ def _fill_parts(
     lend = moves.lend
     if transforms:
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
-        # To read short batches in memory takes less time than to hand them to another thread.
-        filler.transforms_in_fill = (
-            transforms.gather is not None
-            and mover.counters.timeline is None
-            and schedule.n_readers == schedule.n_transform_threads == 1
-            and isinstance(source, RowSource)
-            and all(memory_rows_of(store) is not None for store in source.stores)
-        )
+        filler.transforms_in_fill = _reads_quickly(mover, source, schedule, transforms)
         lend = functools.partial(_lend_transformed, mover.counters, lend)
     parts = FillParts(
         mover=mover,
@@ -167,6 +160,19 @@ def _fill_parts(
     if epochs is not None:
         epochs.fill_epoch = functools.partial(_fill_epoch, parts, filler, transforms)
     return parts
+
+
+def _reads_quickly(
+    mover: Mover, source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms
+) -> bool:
+    """Return whether rows for ``host_transform`` are read faster than another thread wakes up."""
+    return (
+        transforms.gather is not None
+        and mover.counters.timeline is None
+        and schedule.n_readers == schedule.n_transform_threads == 1
+        and isinstance(source, RowSource)
+        and all(memory_rows_of(store) is not None for store in source.stores)
+    )
 
 
 def _fill_by(

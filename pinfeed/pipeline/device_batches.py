@@ -28,7 +28,7 @@ _BRIEF_NBYTES = 1 << 20
 
 
 class MovedBatch(NamedTuple):
-    """A batch that is on its way to the device."""
+    """A batch whose copies to the device are queued."""
 
     data: Any
     """The batch in the user's structure."""

@@ -18,7 +18,7 @@ class JobMemory(NamedTuple):
     tensors: deque[list[Tensor]]
     """Tensors of each batch."""
     outs: Sequence[int]
-    """Where the rows of each source go; see ``Engine.submit``."""
+    """Places of the rows of each source; see ``Engine.submit``."""
     owner: object
     """Object that keeps the memory alive."""
     devices: Sequence[int] = ()

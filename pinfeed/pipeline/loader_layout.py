@@ -1,4 +1,4 @@
-"""LoaderLayout: where the tensors of a loader's batch go in the memory of a device."""
+"""LoaderLayout: the places of the tensors of a loader's batch on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STAGED_NBYTES = 64 << 10
 
 
 class LoaderLayout:
-    """Where the tensors of batches of the same shapes and dtypes go.
+    """Places of the tensors of batches that have the same shapes and dtypes.
 
     Tensors that are staged come first, because one copy moves them.
 

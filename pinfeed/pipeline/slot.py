@@ -71,7 +71,7 @@ class DeviceSlot(Slot):
     staging: Staging = field(default_factory=dict)
     """Page-locked memory of the staged parts; batches reuse it."""
     gathered: Any = None
-    """What the reader has left to do; None when the copies are queued."""
+    """Staged parts and their layout; None when the copies are queued."""
     on_device: Callable[[Slot], object] | None = None
     """Calls ``device_transform`` when the copies are queued; None for none."""
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext

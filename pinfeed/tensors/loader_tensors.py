@@ -1,4 +1,4 @@
-"""plain_tensors: the tensors of a loader's batch, if it needs no conversion on its way to a GPU."""
+"""plain_tensors: the tensors of a loader's batch, if a GPU takes them without conversion."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_a_loop_that_drops_its_batches_stays_within_the_plan(depth: int) -> None
 
 
 @pytest.mark.parametrize("corner", CORNERS)
-def test_copies_of_a_slot_that_fails_end_before_its_memory_is_freed(
+def test_copies_end_before_memory_of_a_failed_slot_is_freed(
     corner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device refuses the second of two copies of a slot.

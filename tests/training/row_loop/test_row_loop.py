@@ -72,7 +72,7 @@ def test_the_route_is_chosen_before_the_streams() -> None:
     device = CallOrder()
     table = table_of_zeros()
     with train_rows(ids_of([0, 1]), {table: same}, optimizer=sgd(table), device=device):
-        assert device.calls == ["route of 1 stores", "read", "write", "index"]
+        assert device.calls == ["route of 1 stores", "read", "write"]
 
 
 def test_two_loops_made_before_either_begins() -> None:
