@@ -267,12 +267,15 @@ def _rows_mover(
     mover: Mover, source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms
 ) -> HostTransfer | DeviceRows | None:
     """Return the mover of a loop whose rows an engine may gather; None for other loops."""
-    if transforms or schedule.has_writer or not isinstance(source, RowSource):
+    if transforms or not isinstance(source, RowSource):
         return None
     if not isinstance(source.batches, OrderBatches):
         return None
     if isinstance(mover, HostTransfer):
-        return mover
+        return None if schedule.has_writer else mover
+    if schedule.has_caches or (schedule.writes and schedule.repeats):
+        # A batch may need values that were written after its rows were gathered.
+        return None
     driver = mover.device.engine_driver
     # A timeline has timed events, and the device reads some rows itself.
     if (
@@ -304,6 +307,7 @@ def _engine_loop(
         stop=mover.stop,
         close=lambda n_requested: close_unless_running(spans),
         quiesce=mover.quiesce,
+        writer=mover.transfer if schedule.writes and isinstance(mover, DeviceRows) else None,
     )
     # To draw these rows takes less time than to take them from another thread, which also needs the
     # interpreter's lock.

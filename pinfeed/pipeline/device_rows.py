@@ -33,9 +33,12 @@ class DeviceRows:
 
     most_threads = 8
     """Threads of an engine; they and the copies to the device share the memory of the host."""
+    cached_nbytes = 32 << 20
+    """Bytes of staging memory that stays in the caches, from which a device reads, too."""
 
     def __init__(self, transfer: Transfer, driver: Driver) -> None:
-        self._transfer = transfer
+        self.transfer = transfer
+        """Mover of the feeder, which also writes rows back."""
         self._driver = driver
         self.device: Device = transfer.device
         self.counters = transfer.counters
@@ -45,17 +48,21 @@ class DeviceRows:
 
     def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
         """Begin a loop, and return the slots that it uses."""
-        self._slots = self._transfer.begin(schedule)
+        self._slots = self.transfer.begin(schedule)
         return self._slots
 
     def staged(self, nbytes: int) -> Staged:
         """Return how the jobs move; each slot has page-locked memory for ``nbytes`` bytes."""
-        staging = [self._transfer.staging_of(slot, nbytes) for slot in self._slots]
+        staging = [self.transfer.staging_of(slot, nbytes) for slot in self._slots]
         addresses = [memory.ctypes.data for memory in staging]
-        return Staged(self._driver, self._transfer.read_stream.handle, addresses, staging)
+        return Staged(self._driver, self.transfer.read_stream.handle, addresses, staging)
 
     def allocate_rows(self, layout: RowLayout, batch: HostBatch, slot: Any) -> JobMemory:
         """Allocate the memory of a job (consumer)."""
+        log = self.transfer.log
+        if len(log):
+            # No batch needs values that are in their stores.
+            log.forget(log.completed)
         compute = self.device.current_stream()
         slot.compute = compute
         wholes, _ = self.device.empty_parts(layout, compute)
@@ -108,11 +115,11 @@ class DeviceRows:
 
     def stop(self) -> None:
         """End the loop; the engine ends with it. Any thread may call this."""
-        self._transfer.stop()
+        self.transfer.stop()
 
     def quiesce(self) -> None:
         """Drop the batches in the slots; the engine has waited for its copies (consumer)."""
-        self._transfer.quiesce()
+        self.transfer.quiesce()
 
     def _share(self, slot: DeviceSlot, batches: Any) -> None:
         """Share the memory of batches with the consumer's current stream."""

@@ -32,8 +32,6 @@ from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import sizes
 from pinfeed.rows.orders import Rows
 
-# Batches whose rows do not stay in the cache until the loop uses them are written past it.
-_BYPASS_BYTES = 8 << 20
 # Waking a thread takes 10 to 50 us, in which it would copy about as many bytes.
 _WAKE_BYTES = 256 << 10
 _TINY_BYTES = 64 << 10
@@ -120,7 +118,7 @@ class EngineLoop(Loop):
             n_threads=0 if staged is not None and self._is_tiny else n_threads,
             n_jobs=n_slots,
             ring_at=n_slots + 1 if self._is_tiny else ring_at,
-            bypass=(n_slots + 1) * nbytes > _BYPASS_BYTES,
+            bypass=(n_slots + 1) * nbytes > mover.cached_nbytes,
             staged=staged,
         )
         if isinstance(mover, DeviceRows):

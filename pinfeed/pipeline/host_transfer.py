@@ -47,6 +47,8 @@ class HostTransfer:
 
     most_threads = 4
     """Threads of an engine; memory is as fast as a few cores can copy."""
+    cached_nbytes = 8 << 20
+    """Bytes of batches that stay in the caches until the loop uses them; more is written past."""
     lend = staticmethod(operator.attrgetter("batch_tensors"))
     """Returns the tensors of each of the batches in a slot (consumer)."""
 

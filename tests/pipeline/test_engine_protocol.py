@@ -186,3 +186,36 @@ def test_an_engine_that_is_shut_down_meanwhile_takes_no_job() -> None:
 
     with pytest.raises(ClosedError):
         engine.submit(rows.ctypes.data, 5, outs(), out)
+
+
+def written(device: SimDevice, width: int, depth: int, stop_after: int | None) -> list[Any]:
+    """Return what the steps of two epochs have read, which change every row, and the rows."""
+    x = np.arange(N * width, dtype=np.float32).reshape(N, width)
+    y = np.arange(N, dtype=np.int16)
+    seen: list[Any] = []
+    with Feeder({"x": x, "y": y}, batch_size=3, shuffle=True, depth=depth, device=device) as feeder:
+        for _ in range(2):
+            for i, batch in enumerate(feeder.batches()):
+                device.launch(lambda x, y: seen.append((x.copy(), y.copy())), *batch.data.values())
+                device.launch(lambda x: np.copyto(x, x * 2 + 1), batch.data["x"])
+                batch.write_back({"x": batch.data["x"], "y": None} if i % 3 else batch.data)
+                if i + 1 == stop_after:
+                    break
+        is_moved_by_engine = isinstance(runner_of(feeder)._last_loop, EngineLoop)
+    device.drain()
+    assert is_moved_by_engine == (device.engine_driver is not None)
+    return [*seen, (x, y)]
+
+
+@pytest.mark.parametrize("stop_after", [None, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.parametrize("width", WIDTHS.values())
+def test_rows_that_are_written_back(width: int, depth: int, stop_after: int | None) -> None:
+    """No row of an epoch occurs twice, so no batch needs rows that another one has written."""
+    want = written(SimDevice(), width, 0, stop_after)
+    for name, corner in CORNERS.items():
+        found = written(SimDevice(corner(), has_engine=True), width, depth, stop_after)
+        assert len(found) == len(want)
+        for (x, y), (other_x, other_y) in zip(found, want, strict=True):
+            assert np.array_equal(x, other_x), name
+            assert np.array_equal(y, other_y), name
