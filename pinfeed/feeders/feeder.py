@@ -20,7 +20,7 @@ from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.planner import Planner
-from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, crew_schedule
+from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, engine_schedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
@@ -394,9 +394,11 @@ class Feeder(ResumableFeeder[T_co]):
         if (
             isinstance(selection.order, Order)
             and not options.has_transforms
-            and tree.may_have_crew(is_limited=config is not None and bool(config.cpu_memory_limit))
+            and tree.may_have_engine(
+                is_limited=config is not None and bool(config.cpu_memory_limit)
+            )
         ):
-            return crew_schedule((selection.batch_size or 0) * tree.row_nbytes)
+            return engine_schedule((selection.batch_size or 0) * tree.row_nbytes)
         return schedule
 
     def _plan_writes(self) -> PrefetchSchedule:

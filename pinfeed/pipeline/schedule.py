@@ -14,11 +14,11 @@ _MAX_BATCHES_PER_SLOT = 8
 # The gather of a smaller slot takes less time than waking a second thread.
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
-# A crew shares the cost of a slot among more batches, which are still in the last cache when the
+# An engine shares the cost of a slot among more batches, which are still in the last cache when the
 # loop uses them.
-_CREW_SLOT_BYTES = 2 << 20
-_MAX_BATCHES_PER_CREW_SLOT = 16
-_CREW_SLOTS = 3
+_ENGINE_SLOT_BYTES = 2 << 20
+_MAX_BATCHES_PER_ENGINE_SLOT = 16
+_ENGINE_SLOTS = 3
 _MAX_ID_READERS = 4
 
 
@@ -91,19 +91,19 @@ class PrefetchSchedule:
         )
 
 
-def crew_schedule(nbytes: int) -> PrefetchSchedule:
-    """Return the schedule for a crew if the user gave no depth.
+def engine_schedule(nbytes: int) -> PrefetchSchedule:
+    """Return the schedule for an engine on the CPU if the user gave no depth.
 
     Args:
         nbytes: Bytes of a batch; 0 if unknown.
     """
     batches_per_slot = 1
     if nbytes:
-        batches_per_slot = min(_CREW_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_CREW_SLOT)
+        batches_per_slot = min(_ENGINE_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_ENGINE_SLOT)
     if batches_per_slot < 2:
         schedule = PrefetchSchedule(DEFAULT_DEPTH)
     else:
-        schedule = PrefetchSchedule(_CREW_SLOTS * batches_per_slot - 1, batches_per_slot)
+        schedule = PrefetchSchedule(_ENGINE_SLOTS * batches_per_slot - 1, batches_per_slot)
     # Until files are in memory, reader threads read them.
     return _with_readers(schedule, nbytes)
 

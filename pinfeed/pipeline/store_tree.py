@@ -118,8 +118,8 @@ class StoreTree:
         """Whether all rows are in files that are open for reading, by code of pinfeed."""
         return all(map(only_reads_files, (*self.stores, *self.parts_of_ragged)))
 
-    def may_have_crew(self, *, is_limited: bool) -> bool:
-        """Return whether a crew can copy the rows of all stores, if all files are in memory.
+    def may_have_engine(self, *, is_limited: bool) -> bool:
+        """Return whether an engine can gather the rows of all stores, if all files are in memory.
 
         Args:
             is_limited: Whether host memory has a limit, which may not hold the files.
