@@ -204,9 +204,9 @@ class Timeline:
             )
         start, end = extent(spans)
         if first_s is not None:
-            end = start + first_s
+            end = min(end, start + first_s)
         elif last_s is not None:
-            start = end - last_s
+            start = max(start, end - last_s)
         elif not name.endswith(".json"):
             start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:
