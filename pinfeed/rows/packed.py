@@ -19,7 +19,6 @@ from pinfeed.validation.arguments import (
     explain_arguments,
     whole_number,
 )
-from pinfeed.validation.safe_repr import safe_repr
 
 Split = Literal["never", "long", "always"]
 
@@ -138,7 +137,6 @@ class Packed(LengthBatches[Pieces]):
             raise ArgumentError("lengths: all rows have 0 elements; expected elements to pack")
         self.batch_size = self._most_pieces()
 
-    @safe_repr
     def __repr__(self) -> str:
         size = "" if self.n_units == 1 else f", batch_size={self.n_units}"
         return self._described(f"<{len(self.lengths)} lengths>", size)

@@ -13,7 +13,6 @@ from torch import nn
 from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.plan import Allocation, Plan, joined
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import safe_repr
 
 Confidence = Literal["exact", "close", "low"]
 Kind = Literal["cuda", "cpu"]
@@ -85,7 +84,6 @@ class Estimate:
     confidence: Confidence
     notes: tuple[str, ...]
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 
@@ -194,7 +192,6 @@ class Budget:
         """Memory of the step without its batch, in bytes."""
         return self.step.reserved_bytes - self.step.breakdown["batch"] + self.margin
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 
