@@ -16,7 +16,6 @@ from pinfeed.validation.arguments import (
     check_choice,
     check_flag,
     check_seed,
-    explain_arguments,
     whole_number,
 )
 
@@ -25,16 +24,6 @@ Split = Literal["never", "long", "always"]
 _SPLITS = ("never", "long", "always")
 
 
-@explain_arguments(
-    {
-        "max_tokens max_length max_seq_length seq_length": (
-            "the length of a sequence is max_elements="
-        ),
-        "strategy packing_strategy": "best fit is the default; give split='always' to fill all",
-        "rows": "the row order is order=",
-        "shuffle": "give order=pinfeed.rows.shuffled(seed)",
-    }
-)
 def packed(
     lengths: Any,
     max_elements: int,

@@ -24,7 +24,6 @@ from pinfeed import (
     PinnedStore,
     RowDataset,
     errors,
-    rows,
     train_rows,
     wrap_loader,
     wrap_readers,
@@ -104,11 +103,6 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
             BigBatch,
             {"batch_size": 4},
             "BigBatch has no argument 'batch_size'",
-        ),
-        (
-            rows.block_shuffled,
-            {"block_size": 4},
-            "'block_size'; the number of rows of a block is block_rows=",
         ),
         (
             trained,
