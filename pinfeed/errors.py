@@ -56,7 +56,7 @@ class ArgumentError(PinfeedError, ValueError):
 
 
 class UnknownArgument(ArgumentError, TypeError):
-    """An argument that a function does not have, or one that it lacks.
+    """An argument that a function does not have.
 
     The message names the argument to give instead.
     """

@@ -68,12 +68,9 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from support.remembered_trials import take_over
-
     from pinfeed.devices import route
 
     apart = tmp_path_factory.getbasetemp()
-    take_over(route._cache_folder(), apart)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(route, "_cache_folder", lambda: apart)
         yield

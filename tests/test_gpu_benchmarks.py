@@ -15,17 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from benchmarks.environment import RESULTS, compiled_part
-from benchmarks.gpu.__main__ import PARTS, SHORT, SHORT_S, _age_s, chosen_parts
+from benchmarks.gpu.__main__ import SHORT, SHORT_S, _age_s, chosen_parts
 from benchmarks.gpu.bench import words
 from benchmarks.gpu.correctness import _pytest, summary
-from benchmarks.gpu.movers import batch_copies, movers
-from benchmarks.gpu.overlap import overlaps
 from benchmarks.gpu.packing import packed
 from benchmarks.gpu.processes import ROOT, Part, last_lines, new_file, run_part, run_parts
-from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
+from benchmarks.gpu.recorder import Cell, Recorder, Skipped
 from benchmarks.gpu.results import load
 
 MODULE = """
@@ -257,46 +254,9 @@ def test_warnings_do_not_fail_the_tests_of_a_gpu(tmp_path: Path) -> None:
     assert "1 warning" in found["output"][-1]
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("batch_copies", [False, True])
-def test_only_one_part_tries_copies_in_batches(
-    batch_copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their driver may crash or hang. The settings of all tests keep to what is remembered."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
-    test = tmp_path / "test_trial.py"
-    test.write_text(
-        "from pinfeed.devices.batch_copy_trial import trial_key\n"
-        "from pinfeed.devices.route import cached_trial\n"
-        "def test():\n"
-        "    tried = cached_trial(trial_key('a GPU'), lambda: 'tried again')\n"
-        f"    assert (tried == 'tried again') == {batch_copies}\n"
-    )
-    options = ("-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", "-p", "conftest")
-    found = _pytest(60, *options, str(test), batch_copies=batch_copies)
-    assert found["counts"] == {"passed": 1}, found
-
-
 @pytest.mark.parametrize("group", [SHORT, "correctness", "link", "training"])
 def test_groups_fit_a_call_of_ten_minutes(group: str) -> None:
     assert sum(one.share for one in chosen_parts([group])) <= SHORT_S
-
-
-def test_copies_in_batches_are_the_last_part_of_the_short_run(tmp_path: Path) -> None:
-    assert [one.name for one in PARTS if one.group == SHORT][-1] == "batch-copies"
-    run = Run("cuda", recorder(tmp_path / "part.json"))
-    assert {cell.key["by"] for cell in batch_copies(run)} == {"copies in batches"}
-    assert "copies in batches" not in {cell.key["by"] for cell in movers(run)}
-
-
-def test_long_rows_are_last(tmp_path: Path) -> None:
-    """Their feeders measure copies in batches."""
-    cells = overlaps(Run("cuda", recorder(tmp_path / "part.json")))
-    long = [cell.key.get("row_nbytes", 0) >= 32 << 10 for cell in cells]
-    assert any(long)
-    assert long == sorted(long)
 
 
 def test_a_table_that_does_not_fit_is_named() -> None:

@@ -48,8 +48,6 @@ PARTS = (
     Part("large-batches", SHORT, 55, "benchmarks.gpu.large_batches:large_batches"),
     Part("slowdown", SHORT, 45, "benchmarks.gpu.slowdown:slowdowns"),
     Part("samples", SHORT, 20, "benchmarks.gpu.samples:samples"),
-    # Some drivers crash or hang in these copies, so they come last.
-    Part("batch-copies", SHORT, 30, "benchmarks.gpu.movers:batch_copies"),
     Part("environment", "correctness", 30, "benchmarks.gpu.system:system"),
     Part("direct-tests", "correctness", 80, "benchmarks.gpu.correctness:direct_tests"),
     Part("tests", "correctness", 280, "benchmarks.gpu.correctness:tests"),

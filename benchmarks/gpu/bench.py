@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.recorder import Cell, Skipped
+from benchmarks.gpu.recorder import Skipped
 from pinfeed import PinnedStore
 from pinfeed.devices import resolve
-from pinfeed.devices.batch_copy import LONG_ROW_BYTES
 from pinfeed.devices.kernels import THICK, Grid
 from pinfeed.devices.route import Route
 from pinfeed.memory.host import free_host_bytes
@@ -94,10 +93,10 @@ class Bench:
         memory = self.device.empty(part_nbytes(sample), self.device.current_stream())
         return self.device.tensor(memory, sample.shape, sample.dtype)
 
-    def use_route(self, n_blocks: int, *, n_threads: int = THICK, **options: Any) -> None:
-        """Set the blocks of the kernels that copy rows, and other options of a Route."""
+    def use_route(self, n_blocks: int, *, n_threads: int = THICK) -> None:
+        """Set the blocks of the kernels that copy rows."""
         if self.cuda:
-            self.device.route = Route(Grid(n_blocks, n_threads), True, "", **options)
+            self.device.route = Route(Grid(n_blocks, n_threads), True, "")
 
     def indices(self, sample: StoreRows) -> Any:
         """Return the row indices of a sample on the device, or None if the device needs none."""
@@ -212,14 +211,6 @@ def expected_rows(numbers: np.ndarray, row_nbytes: int) -> np.ndarray:
 def some_of(rows: np.ndarray) -> np.ndarray:
     """Return the positions of some rows of a sample, the first and the last among them."""
     return np.unique(np.linspace(0, len(rows) - 1, _N_CHECKED).astype(np.int64))
-
-
-def long_rows_last(cells: Sequence[Cell]) -> list[Cell]:
-    """Return cells with those of long rows at the end, otherwise in the same order.
-
-    A feeder of long rows measures copies in batches, in which some drivers crash or hang.
-    """
-    return sorted(cells, key=lambda cell: cell.key.get("row_nbytes", 0) >= LONG_ROW_BYTES)
 
 
 def compare(sample: StoreRows, into: torch.Tensor) -> None:

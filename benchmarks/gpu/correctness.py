@@ -14,13 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.gpu import testlog
 from benchmarks.gpu.processes import CRASH, ROOT, last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
-from pinfeed.devices.batch_copy_trial import trial_key
-from pinfeed.devices.route import cached_trial
 
 _PYTEST = (
     sys.executable,
@@ -45,11 +41,6 @@ _ALONE_S = 120.0
 _N_SLOWEST = 20
 _N_STACK_LINES = 200
 _DIRECT = ("tests/devices/test_direct_access.py", "tests/devices/test_cuda.py")
-_BATCH_COPIES = (
-    "tests/devices/test_cuda.py",
-    "-k",
-    "copy_engine or (routes_are_measured and 65536) or 614400 or 3000001",
-)
 # These tests of Offload have killed processes that had run other tests, and passed alone.
 _CRASHED = ("tests/training/offload/test_offload_cuda.py",)
 _CRASHED_NAMES = "views or odd"
@@ -104,12 +95,6 @@ def _all_tests(run: Run) -> Fields:
     return {"files": files, "processes": n_processes, **found}
 
 
-def batch_copy_tests(run: Run) -> Fields:
-    """Run the tests in which the copy engine copies rows in batches."""
-    run.require_cuda("copies in batches")
-    return _pytest(run.left_s(), "-p", "no:xdist", *_BATCH_COPIES, batch_copies=True)
-
-
 def _alone(run: Run, markers: str, test: str) -> Fields:
     found = _pytest(min(_ALONE_S, run.left_s()), "-p", "no:xdist", "-m", markers, test)
     counts = found["counts"]
@@ -121,21 +106,19 @@ def _alone(run: Run, markers: str, test: str) -> Fields:
     }
 
 
-def _pytest(limit_s: float, *arguments: str, batch_copies: bool = False) -> Fields:
+def _pytest(limit_s: float, *arguments: str) -> Fields:
     """Run pytest, and read its log, also if pytest was killed.
 
     Args:
         limit_s: Seconds after which pytest is killed.
         arguments: Arguments of pytest.
-        batch_copies: Whether tests may use copies in batches.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "tests.jsonl"
-        environment = {testlog.VARIABLE: str(log)}
-        if not batch_copies:
-            environment |= without_batch_copies(Path(folder))
         status, output = run_program(
-            (*_PYTEST, *_OPTIONS, *arguments), max(1.0, limit_s), **environment
+            (*_PYTEST, *_OPTIONS, *arguments),
+            max(1.0, limit_s),
+            **{testlog.VARIABLE: str(log)},
         )
         lines = log.read_text().splitlines() if log.exists() else []
     # The last line may have been cut off.
@@ -146,21 +129,6 @@ def _pytest(limit_s: float, *arguments: str, batch_copies: bool = False) -> Fiel
         **summary(reports),
         "output": last_lines(output),
     }
-
-
-def without_batch_copies(folder: Path) -> dict[str, str]:
-    """Return the environment of a program that does not copy rows in batches.
-
-    Some drivers crash or hang in the trial of such copies. The program finds in its cache that the
-    driver has failed, so that only the part ``batch-copies`` runs the trial.
-
-    Args:
-        folder: Folder of the program's cache.
-    """
-    failed = "not tried here: only the part batch-copies tries copies in batches"
-    for i in range(torch.cuda.device_count()):
-        cached_trial(trial_key(torch.cuda.get_device_name(i)), lambda: failed, folder / "pinfeed")
-    return {"XDG_CACHE_HOME": str(folder)}
 
 
 def summary(lines: list[dict[str, Any]]) -> Fields:
@@ -246,9 +214,7 @@ def _sanitized(run: Run) -> Fields:
         "gpu",
         *_SANITIZED,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        environment = without_batch_copies(Path(folder))
-        status, output = run_program(command, max(1.0, run.left_s()), **environment)
+    status, output = run_program(command, max(1.0, run.left_s()))
     errors = re.findall(r"ERROR SUMMARY: (\d+) error", output)
     return {
         "exit_status": status,

@@ -1,4 +1,4 @@
-"""Ways to move rows of 32 KiB and more: kernels, copies in batches, one copy, and the CPU."""
+"""Ways to move rows of 32 KiB and more: kernels, one copy, and the CPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu.bench import Bench, Samples, as_rows, expected_rows, wait
 from benchmarks.gpu.conditions import gpu_state
-from benchmarks.gpu.correctness import batch_copy_tests
-from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
+from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.gpu.rows import check
 from benchmarks.gpu.steps import Products, best_s
 from pinfeed import PinnedStore
@@ -28,7 +27,6 @@ _N_MOVES = 8
 _N_REPEATS = 5
 _N_BLOCKS = 8
 _BLOCKS = (4, 8, 16, 32)
-_IN_BATCHES = "copies in batches"
 
 Move = Callable[[], object]
 
@@ -36,28 +34,12 @@ Move = Callable[[], object]
 def movers(run: Run) -> list[Cell]:
     """Return cells of the ways to move long rows, alone and together with matrix products."""
     first, *others = _BLOCKS if run.cuda else _BLOCKS[:1]
-    return _cells(
-        run,
-        [
-            *(("kernel", n_blocks) for n_blocks in (_N_BLOCKS, first)),
-            ("one copy of consecutive rows", None),
-            ("gathered by the CPU", None),
-            *(("kernel", n_blocks) for n_blocks in others if n_blocks != _N_BLOCKS),
-        ],
-    )
-
-
-def batch_copies(run: Run) -> list[Cell]:
-    """Return the same cells for copies in batches by the copy engine, and a cell of their tests.
-
-    They are a part of their own, which runs after the others: ``cuMemcpyBatchAsync`` crashes or
-    hangs with some drivers (vllm-project/vllm 49276), and then only these cells are lost.
-    """
-    tests = Cell({"by": _IN_BATCHES, "run": "tests"}, functools.partial(batch_copy_tests, run))
-    return [*_cells(run, [(_IN_BATCHES, None)]), tests]
-
-
-def _cells(run: Run, ways: Sequence[tuple[str, int | None]]) -> list[Cell]:
+    ways: list[tuple[str, int | None]] = [
+        *(("kernel", n_blocks) for n_blocks in (_N_BLOCKS, first)),
+        ("one copy of consecutive rows", None),
+        ("gathered by the CPU", None),
+        *(("kernel", n_blocks) for n_blocks in others if n_blocks != _N_BLOCKS),
+    ]
     shared = functools.cache(lambda: Movers(run))
     cells = []
     for row_nbytes in _ROW_BYTES if run.cuda else _ROW_BYTES[:2]:
@@ -85,10 +67,6 @@ class Movers:
         bench = self.bench
         store = as_rows(self._memory, row_nbytes)
         bench.use_route(n_blocks or _N_BLOCKS)
-        if way == _IN_BATCHES:
-            if not (bench.cuda and bench.device.has_batch_copy([store])):
-                raise Skipped("copies in batches need a GPU and a driver that supports them")
-            bench.use_route(_N_BLOCKS, mover="copy engine")
         samples = Samples(bench, self._samples(store, consecutive=way.startswith("one copy")))
         if way == "gathered by the CPU":
             with Staging(bench, samples) as staging:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.bench import as_rows, long_rows_last, words
+from benchmarks.gpu.bench import as_rows, words
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
 from benchmarks.gpu.steps import (
@@ -222,7 +222,7 @@ def overlaps(run: Run) -> list[Cell]:
     largest, *smaller = _PRODUCTS if run.cuda else _PRODUCTS[:1]
     sizes = overlap.sizes.rows
     factors = _FACTORS if run.cuda else ()
-    cells = [
+    return [
         *products([largest], sizes[:2], 1, "chosen"),
         *shared[:2],
         *_models(run, overlap, "chosen"),
@@ -233,7 +233,6 @@ def overlaps(run: Run) -> list[Cell]:
         *products(smaller, sizes[:2], 1, "staged"),
         *(_models(run, overlap, "staged")[:1] if run.cuda else ()),
     ]
-    return long_rows_last(cells)
 
 
 def _models(run: Run, overlap: Overlap, route: str) -> list[Cell]:

@@ -1,7 +1,6 @@
 """DirectAccess: the part of a CUDA device that reads and writes page-locked rows directly.
 
-Consecutive rows are one copy. Kernels move other rows, unless the rows are long and the route uses
-batched copies, which the driver accepts in one call.
+Consecutive rows are one copy. Kernels move other rows.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 import torch
 
-from pinfeed.devices.batch_copy import LONG_ROW_BYTES, addresses, batch_copy
-from pinfeed.devices.batch_copy_trial import is_safe
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
 from pinfeed.devices.kernels import DeviceIndices, Grid, Move, RowKernels
 from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
@@ -131,19 +128,10 @@ class DirectAccess:
         """Kernels that move rows, compiled at the first use."""
         return RowKernels(self._index)
 
-    def has_batch_copy(self, stores: Sequence[Store]) -> bool:
-        """Return whether the driver copies rows of one of these stores in batches."""
-        return (
-            any(map(_has_long_rows, stores))
-            and batch_copy() is not None
-            and is_safe(self._index, torch.cuda.get_device_name(self._device))
-        )
-
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
-        by_kernel = [store for store in stores if not self._is_batched(store)]
-        if not by_kernel or not len(rows) or run_of(rows) is not None:
+        if not stores or not len(rows) or run_of(rows) is not None:
             return None
-        return _index_dtype(by_kernel)
+        return _index_dtype(stores)
 
     def read(
         self,
@@ -174,11 +162,6 @@ class DirectAccess:
         if len(rows):
             deque(self._move(values, rows, stream, indices, gather=False), maxlen=0)
 
-    def _is_batched(self, store: Any) -> bool:
-        return (
-            self.route.mover == "copy engine" and _has_long_rows(store) and batch_copy() is not None
-        )
-
     def _move(
         self,
         tables: Sequence[_Table],
@@ -190,33 +173,13 @@ class DirectAccess:
     ) -> Iterator[None]:
         """Queue the move of rows from their tables if ``gather``, or else to them, in steps."""
         run = run_of(rows)
-        by_kernel: list[_Table] = []
+        if run is None:
+            yield from self._launch(tables, rows, stream, indices, gather=gather)
+            return
         for store, tensor in tables:
-            if run is not None:
-                table = store.array[run]
-                src, dst = (table, tensor) if gather else (tensor, table)
-                self.copy(src, dst, stream)
-                yield
-            # The driver refuses batches of copies in the legacy default stream.
-            elif self._is_batched(store) and stream.raw.cuda_stream:
-                yield from self._copy_batches((store, tensor), rows, stream, gather=gather)
-            else:
-                by_kernel.append((store, tensor))
-        if by_kernel:
-            yield from self._launch(by_kernel, rows, stream, indices, gather=gather)
-
-    def _copy_batches(
-        self, table: _Table, rows: Rows, stream: CudaStream, *, gather: bool
-    ) -> Iterator[None]:
-        copier = batch_copy()
-        assert copier is not None
-        move = _move_of(table)
-        for in_table, packed in addresses(rows, move):
-            sources, targets = (in_table, packed) if gather else (packed, in_table)
-            with torch.cuda.stream(stream.raw):
-                # This call of the runtime makes the GPU's context current in this thread.
-                stream.raw.query()
-                copier.copy(stream.raw.cuda_stream, sources, targets, move.row_nbytes)
+            table = store.array[run]
+            src, dst = (table, tensor) if gather else (tensor, table)
+            self.copy(src, dst, stream)
             yield
 
     def _launch(
@@ -235,7 +198,10 @@ class DirectAccess:
         on_device = DeviceIndices(indices.data_ptr(), len(rows), indices.element_size())
         # Another feeder on this device may have chosen the staged route since.
         grid = self.route.grid or _GRID
-        moves = [_move_of(table) for table in tables]
+        moves = [
+            Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store))
+            for store, tensor in tables
+        ]
         kind: Literal["gather", "scatter"] = "gather" if gather else "scatter"
         yield from self.kernels.move(kind, stream.raw.cuda_stream, on_device, moves, grid)
 
@@ -258,7 +224,7 @@ def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows:
     key = (
         f"{torch.cuda.get_device_name(device._device)}, {len(os.sched_getaffinity(0))} cores, "
         f"rows of {sorted(map(row_nbytes, stores))} B, 2^{batch} of them, "
-        f"tables up to 2^{table} B{', copy engine' * device.has_batch_copy(stores)}"
+        f"tables up to 2^{table} B"
     )
 
     def measured() -> Rates:
@@ -270,15 +236,6 @@ def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows:
     return cached_rates(key, measured)
 
 
-def _has_long_rows(store: Store) -> bool:
-    return row_nbytes(store) >= LONG_ROW_BYTES
-
-
 def _index_dtype(stores: Sequence[Store]) -> np.dtype[Any]:
     """Return the smallest dtype that holds every row index of these stores."""
     return np.dtype(np.int32 if max(store.n_rows for store in stores) < 1 << 31 else np.int64)
-
-
-def _move_of(table: _Table) -> Move:
-    store, tensor = table
-    return Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store))

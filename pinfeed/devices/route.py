@@ -1,6 +1,6 @@
 """Route: the route of rows between page-locked stores and a GPU, chosen by measured times.
 
-A file keeps the measured rates of routes, and trials of drivers, from process to process.
+A file keeps the measured rates of routes from process to process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pinfeed.devices.kernels import THIN, Grid
 from pinfeed.memory.units import human_rate
@@ -23,8 +23,6 @@ _TOLERANCE = 1.03
 # Thin blocks must be faster than thick ones by this factor. Even if they fit next to the measured
 # products, the model may have kernels that leave no room for them on any multiprocessor.
 _THIN_MARGIN = 1.1
-
-Mover = Literal["kernel", "copy engine"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,6 @@ class Rates:
 
     Attributes:
         kernel: Speed by grid, if kernels read the rows from page-locked memory.
-        copy_engine: Speed if the copy engine reads long rows, and kernels read the others; None if
-            the driver does not support it, or gave wrong rows.
         staged: Speed if the CPU gathers the rows, and they are copied.
         products_s: Seconds of the matrix products of ``joint_s`` alone.
         both: Sum of both directions in GB/s, if rows are gathered and scattered directly at the
@@ -58,7 +54,6 @@ class Rates:
     """
 
     kernel: Mapping[Grid, Timing]
-    copy_engine: Timing | None
     staged: Timing
     products_s: float
     both: float
@@ -73,13 +68,11 @@ class Route:
         grid: Blocks of the kernels; None if rows are staged.
         duplex: Whether rows are gathered and scattered at the same time.
         why: Reason for the route, as a sentence for the plan.
-        mover: Mover of long rows, ``"kernel"`` or ``"copy engine"``. Kernels move the other rows.
     """
 
     grid: Grid | None
     duplex: bool
     why: str
-    mover: Mover = "kernel"
 
 
 STAGED = Route(None, True, "")
@@ -91,15 +84,13 @@ def decide(rates: Rates, wanted: str | None) -> Route:
 
     The fastest route is the one that completes the transfer and the model's work first.
     """
-    route = fastest_direct(rates.kernel, rates.copy_engine)
-    assert route.grid is not None
-    direct, how = rates.kernel[route.grid], f"a kernel with {route.grid}"
-    if route.mover == "copy engine" and rates.copy_engine is not None:
-        direct, how = rates.copy_engine, "the copy engine"
+    grid = fastest_grid(rates.kernel)
+    direct = rates.kernel[grid]
     measured = (
-        f"{human_rate(1e9 * direct.rate)} by {how}, {human_rate(1e9 * rates.staged.rate)} gathered "
-        f"by the CPU and copied ({_ms(direct.joint_s)} and {_ms(rates.staged.joint_s)} together "
-        f"with matrix products of {_ms(rates.products_s)})"
+        f"{human_rate(1e9 * direct.rate)} by a kernel with {grid}, "
+        f"{human_rate(1e9 * rates.staged.rate)} gathered by the CPU and copied "
+        f"({_ms(direct.joint_s)} and {_ms(rates.staged.joint_s)} together with matrix products of "
+        f"{_ms(rates.products_s)})"
     )
     if wanted is None and rates.staged.joint_s * _TOLERANCE < direct.joint_s:
         return Route(None, True, f"page-locked rows take the staged route: {measured}")
@@ -109,28 +100,25 @@ def decide(rates: Rates, wanted: str | None) -> Route:
         f"the GPU reads page-locked rows directly: {measured}; rows are gathered and scattered "
         f"{order}"
     )
-    return Route(route.grid, duplex, reason, route.mover)
+    return Route(grid, duplex, reason)
 
 
-def fastest_direct(kernel: Mapping[Grid, Timing], copy_engine: Timing | None) -> Route:
-    """Return the fastest direct route: the copy engine, or as few threads as are fast."""
+def fastest_grid(kernel: Mapping[Grid, Timing]) -> Grid:
+    """Return the grid with the fewest threads of those that are nearly the fastest."""
     thick = {grid: timing for grid, timing in kernel.items() if grid.n_threads != THIN}
     thick_s = min((timing.joint_s for timing in thick.values()), default=math.inf)
     if min(timing.joint_s for timing in kernel.values()) * _THIN_MARGIN >= thick_s:
         kernel = thick
     enough_s = _TOLERANCE * min(timing.joint_s for timing in kernel.values())
     fast = [grid for grid, timing in kernel.items() if timing.joint_s <= enough_s]
-    grid = min(fast, key=lambda grid: grid.n_blocks * grid.n_threads)
-    most_s = _TOLERANCE * kernel[grid].joint_s
-    is_fast = copy_engine is not None and copy_engine.joint_s <= most_s
-    return Route(grid, True, "", "copy engine" if is_fast else "kernel")
+    return min(fast, key=lambda grid: grid.n_blocks * grid.n_threads)
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
 
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 def cached_rates(
@@ -143,40 +131,13 @@ def cached_rates(
         measure: Measures the rates, which are then written to the file if that is possible.
         folder: Folder of the file; by default, the user's cache folder.
     """
-    path = routes_file(folder)
+    path = (folder or _cache_folder()) / "routes.json"
     found = _parsed(_read(path).get(key))
     if found is None:
         found = measure()
-        _remember(path, key, _entry(found))
+        # The file is read again, because other processes may have written to it since.
+        _write(path, {**_read(path), "format": _FORMAT, key: _entry(found)})
     return found
-
-
-def cached_trial(key: str, run: Callable[[], str], folder: pathlib.Path | None = None) -> str:
-    """Return the fault that a trial of the driver found, as a clause; empty if it has none.
-
-    Args:
-        key: Name of what is tried, with the GPU and the driver.
-        run: Runs the trial, if the file does not have its result. Its errors are not kept.
-        folder: Folder of the file; by default, the user's cache folder.
-    """
-    path = routes_file(folder)
-    entry = _read(path).get(key)
-    failure = entry.get("failure") if isinstance(entry, dict) else None
-    # A damaged entry is replaced.
-    if not isinstance(failure, str):
-        failure = run()
-        _remember(path, key, {"failure": failure})
-    return failure
-
-
-def routes_file(folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Return the path of the file; by default, in the user's cache folder."""
-    return (folder or _cache_folder()) / "routes.json"
-
-
-def _remember(path: pathlib.Path, key: str, entry: dict[str, Any]) -> None:
-    # The file is read again, because other processes may have written to it since.
-    _write(path, {**_read(path), "format": _FORMAT, key: entry})
 
 
 def _entry(rates: Rates) -> dict[str, Any]:
@@ -188,10 +149,8 @@ def _entry(rates: Rates) -> dict[str, Any]:
 def _parsed(entry: Any) -> Rates | None:
     """Return the rates of an entry of the file, or None if it is damaged or missing."""
     try:
-        engine = entry["copy_engine"]
         return Rates(
             {Grid(*grid): Timing(**timing) for grid, timing in entry["kernel"]},
-            None if engine is None else Timing(**engine),
             Timing(**entry["staged"]),
             *(float(entry[name]) for name in ("products_s", "both", "in_turn")),
         )

@@ -9,7 +9,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.devices.kernels import THIN, Grid
-from pinfeed.devices.route import STAGED, Rates, Route, Timing, fastest_direct
+from pinfeed.devices.route import STAGED, Rates, Route, Timing, fastest_grid
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.host_rows import Gatherable, StoreRows, part_nbytes
@@ -83,18 +82,12 @@ def measure(
             trial.timing(*way, alone_s) for way, alone_s in zip(ways, alone, strict=True)
         ]
         kernel = dict(zip(device.grids, timings, strict=True))
-        copy_engine = None
-        if device.has_batch_copy(stores):
-            by_engine = replace(fastest_direct(kernel, None), mover="copy engine")
-            if trial.is_exact(by_engine):
-                alone_s = trial.seconds(by_engine, trial.gather)
-                copy_engine = trial.timing(by_engine, trial.gather, alone_s)
-        route = fastest_direct(kernel, copy_engine)
+        route = Route(fastest_grid(kernel), True, "")
         both, in_turn = (
             2 * trial.gb / trial.seconds(route, functools.partial(trial.gather_and_scatter, stream))
             for stream in (trial.write_stream, trial.read_stream)
         )
-    return Rates(kernel, copy_engine, staged, trial.products_s, both, in_turn)
+    return Rates(kernel, staged, trial.products_s, both, in_turn)
 
 
 class _Trial:
@@ -108,7 +101,6 @@ class _Trial:
         queue_products: Callable[[int], None],
     ) -> None:
         self._device = device
-        self._stores = stores
         self._queue_products = queue_products
         self._n_products = 0
         self.products_s = 0.0
@@ -168,29 +160,6 @@ class _Trial:
         """Return the speed of a route alone, and time it together with the products."""
         return Timing(self.gb / alone_s, self.seconds(route, move, self._n_products))
 
-    def is_exact(self, route: Route) -> bool:
-        """Return whether a route gathers and scatters rows as they are in their stores."""
-        self._device.route = route
-        batch = self._batches[0]
-        wanted = [
-            _bytes(store.array)[sample.rows]
-            for store, sample in zip(self._stores, batch, strict=True)
-        ]
-        for rows, host, tensor in zip(wanted, self._host, self._tensors, strict=True):
-            # A row that is not moved has different bytes.
-            _bytes(host.array)[...] = ~rows
-            self._device.copy(host.array, tensor, self.read_stream)
-        try:
-            self.gather_and_scatter(self.read_stream, batch)
-        except RuntimeError:
-            return False
-        finally:
-            self.read_stream.record().sync()  # the rows may not have arrived yet: they are compared
-        return all(
-            np.array_equal(_bytes(host.array)[self._order], rows)
-            for host, rows in zip(self._host, wanted, strict=True)
-        )
-
     def stage(self, readers: ThreadPool, batch: Sequence[StoreRows]) -> None:
         """Move the rows as a loop does: several threads gather while gathered rows are copied."""
         for sample, host, tensor in zip(batch, self._host, self._tensors, strict=True):
@@ -213,11 +182,6 @@ class _Trial:
         """Read the rows by the current route, and write as many other rows in ``stream``."""
         self.gather(batch)
         self._device.write(list(zip(self._host, self._tensors, strict=True)), self._order, stream)
-
-
-def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return rows as bytes, shape (n, row_nbytes)."""
-    return array.reshape(len(array), -1).view(np.uint8)
 
 
 def _gather(

@@ -18,7 +18,6 @@ from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.store import Store
-from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")
 
@@ -57,7 +56,6 @@ class Batch(Generic[T_co]):
         self.rows: Rows = lent.groups[0].rows
         self.data = data
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<Batch of {len(self.rows):,} rows>"
 

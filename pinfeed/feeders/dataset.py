@@ -16,7 +16,6 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import RaggedStore, Store
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
-from pinfeed.validation.safe_repr import safe_repr
 
 
 class RowDataset(Dataset[Any]):
@@ -50,7 +49,6 @@ class RowDataset(Dataset[Any]):
         self._source = source
         self._open()
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<RowDataset: {self._tree}>"
 

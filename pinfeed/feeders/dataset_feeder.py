@@ -36,7 +36,6 @@ from pinfeed.validation.arguments import (
     explain_arguments,
     whole_number,
 )
-from pinfeed.validation.safe_repr import safe_repr
 
 MAX_THREADS = 1024
 """Maximum number of samples that are made at the same time."""
@@ -243,7 +242,6 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         plan = planner.plan(first, self._selection)
         return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
 
-    @safe_repr
     def __repr__(self) -> str:
         found = self._loop.source.fingerprint
         return (

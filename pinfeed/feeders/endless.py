@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import T_co, no_items
-from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,7 +62,6 @@ class Endless(Generic[T_co]):
         self._feeder = feeder
         self._batches: Iterator[T_co] | None = None
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"endless({self._feeder!r})"
 

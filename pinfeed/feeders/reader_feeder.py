@@ -21,7 +21,6 @@ from pinfeed.rows.rank_batches import RankBatches, note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, whole_number
-from pinfeed.validation.safe_repr import safe_repr
 
 _MAX_READERS = 1024
 """Maximum number of inputs that are read at the same time, each in a thread of its own."""
@@ -182,7 +181,6 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         source = ReaderSource(batches, threads, readers)
         self._loop = options.runner(source, device, PrefetchSchedule(depth))
 
-    @safe_repr
     def __repr__(self) -> str:
         found = self._loop.source.fingerprint
         size = f"{found['batch_size']:,} samples"

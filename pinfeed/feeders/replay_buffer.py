@@ -22,7 +22,6 @@ from pinfeed.validation.arguments import (
     real_number,
     whole_number,
 )
-from pinfeed.validation.safe_repr import safe_repr
 
 
 class ReplayBuffer:
@@ -143,7 +142,6 @@ class ReplayBuffer:
         self._in_files = path is not None
         self._ring = TransitionRing(layout, None if path is None else _empty_folder(path))
 
-    @safe_repr
     def __repr__(self) -> str:
         kind = "prioritized" if isinstance(self._draws, PrioritizedDraws) else "uniform"
         return f"<ReplayBuffer: {len(self):,} of {self.capacity:,} transitions, {kind} draws>"

@@ -20,7 +20,6 @@ from pinfeed.pipeline.sources.source import ArrayPart, BatchThunk, HostBatch, So
 from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Array
 from pinfeed.stores.transition_ring import Draw, TransitionRing
-from pinfeed.validation.safe_repr import safe_repr
 
 DrawNow = Callable[[], Draw]
 """Draws the transitions of a batch from those that are stored now."""
@@ -203,7 +202,6 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         self._source = source
         self._loop = options.runner(source, device, schedule, self._transforms, capacity)
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<ReplayFeeder: batches of {self._batch_size:,} on {self.device}, {self._loop}>"
 

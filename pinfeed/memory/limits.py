@@ -14,7 +14,6 @@ from pinfeed.errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEn
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import SizeField, human
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.safe_repr import safe_repr
 
 DEFAULT_DEPTH = 2
 MAX_DEPTH = 1024
@@ -115,7 +114,6 @@ class MemoryLimits:
         if not hasattr(self.headroom, "__float__") or not 0 <= self.headroom < 1:
             raise ArgumentError(f"headroom={self.headroom!r}: expected a share in [0, 1)")
 
-    @safe_repr
     def __repr__(self) -> str:
         given = []
         for field in dataclasses.fields(self):

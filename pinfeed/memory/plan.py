@@ -9,7 +9,7 @@ from typing import Literal
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import safe_repr, wrapped
+from pinfeed.validation.safe_repr import wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
@@ -136,7 +136,6 @@ class Plan:
     def _sum(self, place: Place) -> int:
         return sum(item.total for item in self.items if item.place == place)
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 

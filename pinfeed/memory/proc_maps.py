@@ -5,7 +5,9 @@ numpy, torch, mmap or shared memory has mapped them.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 FileKey = tuple[int, int]
@@ -29,24 +31,25 @@ def file_key(path: str) -> FileKey | None:
     return stat.st_dev, stat.st_ino
 
 
+class _SharedMap(NamedTuple):
+    """A shared mapping of a file, at addresses from ``start`` up to ``stop``."""
+
+    start: int
+    stop: int
+    is_writable: bool
+    file: FileKey
+    offset: int
+
+
 def mapping_at(address: int) -> FileMapping | None:
     """Return the file that is mapped at an address, according to proc(5).
 
     The result is None for other memory, for private mappings (whose writes do not reach the file),
     and if ``/proc`` cannot be read.
     """
-    try:
-        with open("/proc/self/maps") as lines:
-            for line in lines:
-                span, permissions, offset, device, inode, *name = line.split(maxsplit=5)
-                start, stop = (int(bound, 16) for bound in span.split("-"))
-                if start <= address < stop:
-                    if inode == "0" or "s" not in permissions:
-                        return None
-                    key = _key(device, int(inode), name[0].rstrip("\n") if name else "")
-                    return FileMapping(key, int(offset, 16) + address - start)
-    except OSError:
-        pass
+    for one in _shared_maps():
+        if one.start <= address < one.stop:
+            return FileMapping(one.file, one.offset + address - one.start)
     return None
 
 
@@ -56,16 +59,17 @@ def written_maps() -> set[FileKey]:
     The result is empty if ``/proc`` cannot be read. Writes to such a map may leave the time of
     change of the file as it is.
     """
-    found = set()
-    try:
-        with open("/proc/self/maps") as lines:
-            for line in lines:
-                _, permissions, _, device, inode, *name = line.split(maxsplit=5)
-                if "w" in permissions and "s" in permissions and inode != "0":
-                    found.add(_key(device, int(inode), name[0].rstrip("\n") if name else ""))
-    except OSError:
-        pass
-    return found
+    return {one.file for one in _shared_maps() if one.is_writable}
+
+
+def _shared_maps() -> Iterator[_SharedMap]:
+    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
+        for line in lines:
+            span, permissions, offset, device, inode, *name = line.split(maxsplit=5)
+            if "s" in permissions and inode != "0":
+                start, stop = (int(bound, 16) for bound in span.split("-"))
+                file = _key(device, int(inode), name[0].rstrip("\n") if name else "")
+                yield _SharedMap(start, stop, "w" in permissions, file, int(offset, 16))
 
 
 def _key(device: str, inode: int, path: str) -> FileKey:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pinfeed.profiling.spans import SHARED, THREADS, CacheCounts, Span, clipped, ready, tracks
+from pinfeed.profiling.spans import THREADS, CacheCounts, Span, by_thread, clipped, ready
 
 _PID = 1
 # Thread ids; each further thread of a shared lane has the next one.
 _TIDS = {name: 100 * (i + 1) for i, name in enumerate(THREADS)}
-_THREAD_OF = {lane: name for name, lanes in THREADS.items() for lane in lanes}
 
 
 def trace(
@@ -28,10 +27,13 @@ def trace(
         start_s: First moment.
         end_s: Last moment.
     """
-    within = clipped(spans, start_s, end_s)
-    placed = list(zip(within, tracks(within), strict=True))
-    events = _thread_names({(_THREAD_OF[span.lane], _tid(span, track)) for span, track in placed})
-    events += [_complete(span, track) for span, track in placed]
+    threads = by_thread(clipped(spans, start_s, end_s))
+    events = _thread_names(
+        {(name, _TIDS[name] + track) for name, row in threads.items() for _, track in row}
+    )
+    events += [
+        _complete(span, _TIDS[name] + track) for name, row in threads.items() for span, track in row
+    ]
     events += [
         _count("batches ready", at_s, batches=count)
         for at_s, count in ready(spans)
@@ -69,10 +71,6 @@ def _thread_names(threads: set[tuple[str, int]]) -> list[dict[str, Any]]:
     return events
 
 
-def _tid(span: Span, track: int) -> int:
-    return _TIDS[_THREAD_OF[span.lane]] + (track if span.lane in SHARED else 0)
-
-
 def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": _PID, "tid": tid, "args": args}
 
@@ -81,14 +79,14 @@ def _count(what: str, at_s: float, **args: int) -> dict[str, Any]:
     return {"name": what, "ph": "C", "pid": _PID, "tid": 0, "ts": at_s * 1e6, "args": args}
 
 
-def _complete(span: Span, track: int) -> dict[str, Any]:
+def _complete(span: Span, tid: int) -> dict[str, Any]:
     last = span.batch + span.n_batches - 1
     return {
         "name": f"{span.lane} {span.batch}" + (f"-{last}" if last > span.batch else ""),
         "cat": span.lane,
         "ph": "X",
         "pid": _PID,
-        "tid": _tid(span, track),
+        "tid": tid,
         "ts": span.start_s * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
         "args": {

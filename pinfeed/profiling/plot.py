@@ -2,81 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
-
-import numpy as np
 
 from pinfeed.errors import MissingDependency
 from pinfeed.memory.units import human, human_rate
 from pinfeed.profiling.bottleneck import NOTABLE
-from pinfeed.profiling.plot_bars import (
-    BAND,
-    COLOURS,
-    FAINT,
-    INK,
-    LANE_NAMES,
-    N_BINS,
-    QUIET,
-    SIGNAL,
-    Row,
-    covered,
-    draw_bars,
-    draw_shares,
-    number_bars,
-    place,
-    usual_width,
+from pinfeed.profiling.spans import (
+    WAITING,
+    Lane,
+    Span,
+    by_thread,
+    clipped,
+    extent,
+    stalled,
+    starved,
 )
-from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, stalled, starved
 from pinfeed.validation.suggestions import install_line
 
+COLOURS: dict[Lane, str] = {
+    "read": "#5b8db8",
+    "host_transform": "#3f6f9c",
+    "copy": "#6bb0a6",
+    "device_transform": "#3f8f7d",
+    "wait": "#d7263d",
+    "lend": "#3d3d3d",
+    "compute": "#e9b44c",
+    "write_wait": "#8c1c2b",
+    "device": "#cf8a3a",
+    "write": "#9a7fb8",
+}
+_MEANINGS: dict[Lane, str] = {
+    "read": "reading",
+    "host_transform": "host_transform",
+    "copy": "copying to the device",
+    "device_transform": "device_transform",
+    "wait": "the loop waits for a batch",
+    "lend": "receives a batch (overhead)",
+    "compute": "training step",
+    "write_wait": "waits for write-backs",
+    "device": "the device computes",
+    "write": "writing back",
+}
+# Time in which the watched thread waits, on its own row and behind the other rows.
+_SIGNAL = COLOURS["wait"]
+_BAND = "#fbe3e6"
+# Waits that cost nothing, because the device computes.
+_QUIET = "#d9d9d9"
+_INK = "#222222"
+_FAINT = "#777777"
+
 _WIDTH_IN = 13.0
-_DPI = 100
-# Narrower bars cannot be told apart. The picture then shows how much of each moment they take.
-_LEAST_BARS_IN = 0.02
+_TRACK_IN = 0.45
+# Slightly more than a pixel, because a narrower bar would be invisible.
+_NARROWEST_IN = 0.0125
+# Bars of more batches would overlap if they were widened, and show more work than there was.
+_MOST_WIDENED = 300
+_CHARACTER_IN = 0.09
 
-
-@dataclass(frozen=True)
-class _Stretch:
-    """The part of a run that the picture shows.
-
-    Attributes:
-        spans: Spans of the part.
-        start_s: Start of the part, in seconds.
-        end_s: End of the part, in seconds.
-        depth: Number of batches that were prefetched.
-    """
-
-    spans: list[Span]
-    start_s: float
-    end_s: float
-    depth: int
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.start_s
-
-    @property
-    def unit(self) -> float:
-        """Units of the time axis per second: milliseconds for a short stretch."""
-        return 1e3 if self.seconds < 10 else 1.0
-
-    @property
-    def by_device(self) -> bool:
-        """Whether the picture shows waits of the device, not of the loop."""
-        return any(span.lane == "device" for span in self.spans)
-
-    @property
-    def watched(self) -> str:
-        """Name of the row that shows whether data was late."""
-        return "device" if self.by_device else "loop"
+_Rows = Mapping[str, Sequence[tuple[Span, int]]]
+"""Spans of each thread, from top to bottom, and the track of each span."""
 
 
 def draw(
     spans: Sequence[Span], start_s: float, end_s: float, depth: int, path: str | IO[bytes]
 ) -> None:
-    """Draw the spans between two moments, and how much the loop waited in the whole run.
+    """Draw the spans between two moments, and the waits of the loop in the whole run.
 
     Args:
         spans: The spans of the whole run.
@@ -88,119 +79,157 @@ def draw(
     Raises:
         MissingDependency: If matplotlib is not installed.
     """
-    stretch = _Stretch(clipped(spans, start_s, end_s), start_s, end_s, depth)
-    run = extent(spans)
-    rows, bars = place(stretch.spans, start_s, stretch.unit)
-    is_part = stretch.seconds < 0.95 * (run[1] - run[0])
-    figure, axes, run_axes = _make_figure(rows[-1].bottom, with_run=is_part)
-    per_inch = stretch.seconds * stretch.unit / _WIDTH_IN
-    widest = max(usual_width(bars, lane) for lane in ("read", "compute", "device"))
-    is_fine = widest > _LEAST_BARS_IN * per_inch
-    if is_fine:
-        draw_bars(axes, bars, stretch.by_device, per_inch)
-    else:
-        draw_shares(axes, bars, stretch.by_device)
-    _draw_gaps(axes, rows, stretch)
-    _label_rows(axes, rows, stretch)
-    if run_axes is not None:
-        _draw_run(run_axes, spans, run, stretch)
-    _write_title(axes, spans, stretch)
-    _add_legend(figure, stretch, is_fine)
-    # The width of the axes is known only after this.
-    figure.draw_without_rendering()
-    if is_fine:
-        number_bars(axes, bars)
-    figure.savefig(path, format=None if isinstance(path, str) else "png")
-
-
-def _make_figure(height: float, *, with_run: bool) -> tuple[Any, Any, Any]:
-    """Make a figure with axes for the rows, and with axes or None for the whole run."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependency(f"a picture needs matplotlib; {install_line('plot')}") from None
-    heights = [height, 0.5] if with_run else [height]
-    size = (_WIDTH_IN, sum(heights) + 1.1 + 0.7 * len(heights))
-    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    return figure, all_axes[0], all_axes[1] if with_run else None
+    shown = clipped(spans, start_s, end_s)
+    rows = by_thread(shown)
+    height = sum(map(_n_tracks, rows.values())) + 0.5 * len(rows)
+    figure = Figure(figsize=(_WIDTH_IN, _TRACK_IN * height + 2.8), layout="constrained")
+    axes, run_axes = figure.subplots(2, 1, height_ratios=[_TRACK_IN * height, 0.5])
+    for one in (axes, run_axes):
+        one.tick_params(axis="x", colors=_FAINT, labelsize=9)
+        one.tick_params(axis="y", length=0, pad=8)
+        one.spines[["left", "right", "top"]].set_visible(False)
+    _draw_rows(axes, rows, start_s, end_s)
+    _draw_run(run_axes, spans, start_s, end_s)
+    _write_title(axes, spans, shown, f"depth={depth}")
+    _add_legend(figure, shown)
+    figure.savefig(path, format=None if isinstance(path, str) else "png")
 
 
-def _draw_gaps(axes: Any, rows: Sequence[Row], stretch: _Stretch) -> None:
-    """Draw the data stalls, as a band behind all rows and on the row of the device."""
-    gaps = [
-        ((start - stretch.start_s) * stretch.unit, (end - start) * stretch.unit)
-        for start, end in starved(stretch.spans)
-    ]
-    band = (-0.12, rows[-1].bottom + 0.24)
-    axes.broken_barh(gaps, band, facecolors=BAND, linewidth=0, zorder=0)
-    if stretch.by_device:
-        box = next(row for row in rows if row.name == "device").box(0)
-        axes.broken_barh(gaps, box, facecolors=SIGNAL, linewidth=0, zorder=2)
+def colour_of(span: Span, by_device: bool) -> str:
+    """Return the colour of a span; adjacent batches differ in shade.
+
+    Args:
+        span: The span.
+        by_device: Whether the picture shows waits of the device. Waits of the loop are grey then.
+    """
+    if span.lane == "wait" and by_device:
+        return _QUIET
+    colour = COLOURS[span.lane]
+    is_even = span.batch // span.n_batches % 2 == 0
+    if span.lane in WAITING or not is_even:
+        return colour
+    channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{255 - round(0.7 * (255 - channel)):02x}" for channel in channels)
 
 
-def _label_rows(axes: Any, rows: Sequence[Row], stretch: _Stretch) -> None:
-    """Set the limits of the axes, and label each row with its name and load."""
-    axes.set_xlim(0, stretch.seconds * stretch.unit)
-    axes.set_ylim(rows[-1].bottom + 0.12, -0.12)
-    _set_labels(axes, [((row.top + row.bottom) / 2, _label(row, stretch)) for row in rows])
-    unit = "milliseconds" if stretch.unit > 1 else "seconds"
-    text = f"{unit}, starting {stretch.start_s:.2f} s after the first request"
-    axes.set_xlabel(text, color=FAINT, fontsize=9)
+def _n_tracks(row: Sequence[tuple[Span, int]]) -> int:
+    return 1 + max(track for _, track in row)
 
 
-def _label(row: Row, stretch: _Stretch) -> str:
-    """Return a row's name and the share of the time that it worked or, if watched, waited."""
-    if row.name == stretch.watched:
-        return f"{row.name}\nwaits {stalled(stretch.spans):.0%}"
-    several = f" × {row.n_tracks}" if row.n_tracks > 1 else ""
-    busy_s = sum(
-        span.end_s - span.start_s
-        for span in stretch.spans
-        if span.lane in THREADS[row.name] and span.lane not in ("wait", "write_wait")
-    )
-    return f"{row.name}{several}\nbusy {busy_s / stretch.seconds / row.n_tracks:.0%}"
+def _watched(spans: Sequence[Span]) -> str:
+    """Return the thread that shows whether data was late: the device if it was recorded."""
+    return "device" if any(span.lane == "device" for span in spans) else "loop"
 
 
-def _draw_run(
-    axes: Any, spans: Sequence[Span], run: tuple[float, float], stretch: _Stretch
+def _draw_rows(axes: Any, rows: _Rows, start_s: float, end_s: float) -> None:
+    """Draw a row for each thread, with its name and the share of the time that it worked."""
+    spans = [span for row in rows.values() for span, _ in row]
+    by_device = _watched(spans) == "device"
+    inch_s = (end_s - start_s) / _WIDTH_IN
+    is_widened = sum(span.lane == "lend" for span in spans) <= _MOST_WIDENED
+    narrowest_s = _NARROWEST_IN * inch_s if is_widened else 0.0
+    top = 0.0
+    labels = {}
+    for name, row in rows.items():
+        _draw_bars(axes, row, top, narrowest_s, by_device)
+        _number_bars(axes, row, top, inch_s)
+        if by_device and name == "device":
+            _draw_gaps(axes, spans, (top + 0.05, 0.9), _SIGNAL)
+        n_tracks = _n_tracks(row)
+        labels[top + n_tracks / 2] = _label(name, row, spans, end_s - start_s)
+        top += n_tracks + 0.5
+    _draw_gaps(axes, spans, (0.0, top - 0.5), _BAND)
+    axes.set_xlim(start_s, end_s)
+    axes.set_ylim(top - 0.4, -0.1)
+    axes.set_yticks(list(labels), list(labels.values()), color=_INK, fontsize=10)
+    axes.ticklabel_format(axis="x", useOffset=False)
+    axes.set_xlabel("seconds since the first request", color=_FAINT, fontsize=9)
+
+
+def _draw_bars(
+    axes: Any, row: Sequence[tuple[Span, int]], top: float, narrowest_s: float, by_device: bool
 ) -> None:
-    """Draw a strip of the whole run: the share of waits, and a frame around the part above."""
-    edges = np.linspace(*run, N_BINS + 1)
+    alike: dict[tuple[str, int, bool], list[tuple[float, float]]] = {}
+    for span, track in row:
+        key = (colour_of(span, by_device), track, span.lane == "compute")
+        width = max(span.end_s - span.start_s, narrowest_s)
+        alike.setdefault(key, []).append((span.start_s, width))
+    for (colour, track, is_step), intervals in alike.items():
+        axes.broken_barh(
+            intervals,
+            (top + track + 0.05, 0.9),
+            facecolors=colour,
+            linewidth=0,
+            # Waits lie on top of the step that contains them.
+            zorder=2 if is_step else 3,
+            # Bars that are not widened get the width of a pixel or disappear if they are snapped.
+            snap=narrowest_s > 0,
+        )
+
+
+def _number_bars(axes: Any, row: Sequence[tuple[Span, int]], top: float, inch_s: float) -> None:
+    """Write batch numbers on bars that have room for them."""
+    for span, track in row:
+        last = span.batch + span.n_batches - 1
+        text = f"{span.batch}–{last}" if last > span.batch else f"{span.batch}"
+        has_room = span.end_s - span.start_s > _CHARACTER_IN * inch_s * (len(text) + 1)
+        if has_room and span.lane not in WAITING:
+            x = (span.start_s + span.end_s) / 2
+            axes.text(x, top + track + 0.5, text, ha="center", va="center", fontsize=8.5, zorder=4)
+
+
+def _draw_gaps(axes: Any, spans: Sequence[Span], box: tuple[float, float], colour: str) -> None:
+    """Draw the data stalls in a box, given as its top and its height."""
+    gaps = [(start, end - start) for start, end in starved(spans)]
+    axes.broken_barh(gaps, box, facecolors=colour, linewidth=0, zorder=1, snap=False)
+
+
+def _label(name: str, row: Sequence[tuple[Span, int]], spans: list[Span], seconds: float) -> str:
+    """Return a row's name and the share of the time that it worked or, if watched, waited."""
+    if name == _watched(spans):
+        return f"{name}\nwaits {stalled(spans):.0%}"
+    n_tracks = _n_tracks(row)
+    several = f" × {n_tracks}" if n_tracks > 1 else ""
+    busy_s = sum(
+        span.end_s - span.start_s for span, _ in row if span.lane not in ("wait", "write_wait")
+    )
+    return f"{name}{several}\nbusy {busy_s / seconds / n_tracks:.0%}"
+
+
+def _draw_run(axes: Any, spans: Sequence[Span], start_s: float, end_s: float) -> None:
+    """Draw a strip with the waits of the whole run, and a frame around the part above."""
+    run = extent(spans)
     axes.axvspan(*run, color="#eeeeee", linewidth=0, zorder=0)
-    axes.stairs(covered(starved(spans), edges) / np.diff(edges), edges, fill=True, color=SIGNAL)
-    frame = (stretch.start_s, stretch.end_s)
-    axes.axvspan(*frame, facecolor="none", edgecolor=INK, linewidth=1.4, zorder=4)
+    _draw_gaps(axes, spans, (0.0, 1.0), _SIGNAL)
+    axes.axvspan(start_s, end_s, facecolor="none", edgecolor=_INK, linewidth=1.4, zorder=4)
     axes.set_xlim(*run)
     axes.set_ylim(0, 1)
-    _set_labels(axes, [(0.5, "whole run\nwaiting")])
-    axes.set_xlabel("seconds; the frame marks the interval above", color=FAINT, fontsize=9)
+    axes.set_yticks([0.5], ["whole run\nwaiting"], color=_INK, fontsize=10)
+    axes.set_xlabel("seconds; the frame marks the interval above", color=_FAINT, fontsize=9)
 
 
-def _write_title(axes: Any, spans: Sequence[Span], stretch: _Stretch) -> None:
+def _write_title(axes: Any, spans: Sequence[Span], shown: Sequence[Span], depth: str) -> None:
     """Write the share of waits as the title, and the batches and rates below it."""
-    lent = [span for span in stretch.spans if span.lane == "lend"]
+    lent = [span for span in shown if span.lane == "lend"]
     n_in_all = sum(span.lane == "lend" for span in spans)
-    share = stalled(stretch.spans)
+    share = stalled(shown)
     time = "the time" if len(lent) == n_in_all else "this interval"
     axes.set_title(
-        f"The {stretch.watched} waited {share:.0%} of {time}",
+        f"The {_watched(shown)} waited {share:.0%} of {time}",
         loc="left",
         fontsize=15,
         fontweight="bold",
-        color=SIGNAL if share >= NOTABLE else INK,
+        color=_SIGNAL if share >= NOTABLE else _INK,
         pad=30,
     )
+    start_s, end_s = axes.get_xlim()
+    text = f"{_describe_batches(lent, n_in_all, end_s - start_s)}; {depth}"
     axes.annotate(
-        f"{_describe_batches(lent, n_in_all, stretch.seconds)}; depth={stretch.depth}",
-        (0, 1),
-        (0, 10),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        color=FAINT,
-        fontsize=10,
+        text, (0, 1), (0, 10), "axes fraction", "offset points", color=_FAINT, fontsize=10
     )
 
 
@@ -218,39 +247,15 @@ def _describe_batches(lent: Sequence[Span], n_in_all: int, seconds: float) -> st
     )
 
 
-def _add_legend(figure: Any, stretch: _Stretch, is_fine: bool) -> None:
+def _add_legend(figure: Any, shown: Sequence[Span]) -> None:
     from matplotlib.patches import Patch
 
-    def colour(lane: Lane) -> str:
-        return QUIET if lane == "wait" and stretch.by_device else COLOURS[lane]
-
-    lanes = {span.lane for span in stretch.spans}
+    by_device = _watched(shown) == "device"
+    lanes = {span.lane for span in shown}
+    colours = COLOURS | ({"wait": _QUIET} if by_device else {})
     handles = [
-        Patch(color=colour(lane), label=name) for lane, name in LANE_NAMES.items() if lane in lanes
+        Patch(color=colours[lane], label=text) for lane, text in _MEANINGS.items() if lane in lanes
     ]
-    if stretch.by_device:
-        handles.append(Patch(color=SIGNAL, label="the device waits for a batch"))
-    if is_fine:
-        label = "one batch, from read to step"
-        handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.5, label=label))
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=5,
-        frameon=False,
-        fontsize=9.5,
-        handlelength=1.0,
-        columnspacing=1.6,
-    )
-    figure.get_layout_engine().set(h_pad=0.1, w_pad=0.12)
-
-
-def _set_labels(axes: Any, labels: Sequence[tuple[float, str]]) -> None:
-    """Write names on the left, and remove all lines except the time axis."""
-    positions = [at for at, _ in labels]
-    axes.set_yticks(positions, [text for _, text in labels], color=INK, fontsize=10)
-    axes.tick_params(axis="y", length=0, pad=8)
-    axes.tick_params(axis="x", colors=FAINT, labelsize=9)
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#cccccc")
+    if by_device:
+        handles.append(Patch(color=_SIGNAL, label="the device waits for a batch"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=9.5)

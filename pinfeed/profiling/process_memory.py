@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import safe_repr
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +49,6 @@ class ProcessMemory:
             anonymous = max(0, anonymous - locked)
         return cls(anonymous, resident["file"], resident["shared"], locked, resident["peak"])
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 

@@ -137,6 +137,21 @@ def tracks(spans: Sequence[Span]) -> list[int]:
     return found
 
 
+def by_thread(spans: Sequence[Span]) -> dict[str, list[tuple[Span, int]]]:
+    """Return the spans of each thread that has some, each with its track."""
+    found: dict[str, list[tuple[Span, int]]] = {}
+    placed = list(zip(spans, tracks(spans), strict=True))
+    for name, lanes in THREADS.items():
+        row = [
+            (span, track if span.lane in SHARED else 0)
+            for span, track in placed
+            if span.lane in lanes
+        ]
+        if row:
+            found[name] = row
+    return found
+
+
 def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:
     """Return start and end of each data stall.
 

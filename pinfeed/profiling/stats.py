@@ -16,7 +16,7 @@ from pinfeed.profiling.bottleneck import (
     Bottleneck,
 )
 from pinfeed.profiling.process_memory import ProcessMemory
-from pinfeed.validation.safe_repr import safe_repr, wrapped
+from pinfeed.validation.safe_repr import wrapped
 
 
 @dataclass(kw_only=True, repr=False)
@@ -220,7 +220,6 @@ class FeederStats:
         changed = {name: getattr(self, name) - getattr(earlier, name) for name in COUNTED}
         return dataclasses.replace(self, **changed)
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 

@@ -15,7 +15,6 @@ from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
 from pinfeed.profiling.chrome_trace import cache_events, trace
 from pinfeed.profiling.spans import CacheCounts, Lane, Span, extent, middle
-from pinfeed.validation.safe_repr import safe_repr
 
 MOST_SPANS = 300_000
 """Number of spans that are kept by default, for some 50,000 batches."""
@@ -56,7 +55,6 @@ class Timeline:
         # Number of batches that the last loop prefetches.
         self._depth = 0
 
-    @safe_repr
     def __repr__(self) -> str:
         n_loops = self.loop + 1
         return f"<Timeline: {len(self._taken):,} spans of {n_loops:,} loop{'s' * (n_loops != 1)}>"
@@ -204,9 +202,9 @@ class Timeline:
             )
         start, end = extent(spans)
         if first_s is not None:
-            end = start + first_s
+            end = min(end, start + first_s)
         elif last_s is not None:
-            start = end - last_s
+            start = max(start, end - last_s)
         elif not name.endswith(".json"):
             start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:

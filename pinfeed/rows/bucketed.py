@@ -26,20 +26,12 @@ from pinfeed.rows.orders import (
 )
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.windows import WidenedWindows, Windows
-from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
+from pinfeed.validation.arguments import check_seed, whole_number
 
 # Measured bytes of a row while a window is sorted, rounded up.
 _ROW_NBYTES = 56
 
 
-@explain_arguments(
-    {
-        "group_by_length": "bucketed groups by length; leave it out",
-        "mega_batch_mult": "the number of batches of a window is window_batches=",
-        "sort_key": "give the length of each row as lengths",
-        "max_tokens max_elements": "give element_batches(lengths, max_elements, window=...)",
-    }
-)
 def bucketed(
     lengths: Any,
     *,

@@ -14,15 +14,9 @@ from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Arrays, At, Order, Rows, grouped
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.windows import Window, Windows
-from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
+from pinfeed.validation.arguments import check_seed, whole_number
 
 
-@explain_arguments(
-    {
-        "block_rows": "the blocks are the chunks of the store; leave it out",
-        "window_blocks": "the number of chunks of a window is window_chunks=",
-    }
-)
 def chunk_shuffled(store: Any, seed: int = 0, *, window_chunks: int = 16) -> Order:
     """Return a random order of the chunks of a store, which decodes each chunk about once.
 

@@ -27,7 +27,6 @@ from pinfeed.rows.orders import (
 from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.safe_repr import safe_repr
 
 # Up to this length, lengths are counted in a table, which is faster than sorting them.
 _MOST_COUNTED = 1 << 20
@@ -228,7 +227,6 @@ class LengthBatches(ABC, Generic[Unit]):
         self.epoch = 0
         self.order: Order = Sequential() if order is None else check_order(order)
 
-    @safe_repr
     def __repr__(self) -> str:
         return self._described(f"<{len(self.lengths)} lengths>")
 

@@ -29,7 +29,7 @@ from pinfeed.rows.orders import (
     windows,
 )
 from pinfeed.rows.windows import Windows
-from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
+from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 Until = Literal["first", "all"] | int
 """The end of an epoch."""
@@ -38,16 +38,6 @@ Until = Literal["first", "all"] | int
 _N_KEPT = 64
 
 
-@explain_arguments(
-    {
-        "probabilities proportions proportion ratios": "the shares of the sources are weights=",
-        "stopping_strategy stop_on_first stop_on_max iterate_over_all": "give until='first' or "
-        "until='all'",
-        "epoch_size n num_samples": "the number of rows of an epoch is until=",
-        "by batching_method": "for batches from one source each, give batch_size=",
-        "shuffle": "the order of the rows within a source is order=; it is shuffled by default",
-    }
-)
 def mixed(
     sources: Mapping[str, Any],
     weights: Mapping[str, Any] | Sequence[tuple[int, Mapping[str, Any]]] | None = None,

@@ -24,7 +24,6 @@ from pinfeed.validation.arguments import (
     check_flag,
     check_rank,
     check_seed,
-    explain_arguments,
     whole_number,
 )
 
@@ -87,12 +86,6 @@ def shuffled(seed: int = 0) -> Order:
     return Shuffled(check_seed(seed))
 
 
-@explain_arguments(
-    {
-        "num_samples n_rows size": "the number of rows of an epoch is n=",
-        "replacement": "rows are always drawn with replacement; leave it out",
-    }
-)
 def drawn(n: int, seed: int = 0) -> Order:
     """Return an order of random rows with replacement; every position is drawn independently.
 
@@ -115,12 +108,6 @@ def drawn(n: int, seed: int = 0) -> Order:
     return Drawn(whole_number(n, "n"), check_seed(seed))
 
 
-@explain_arguments(
-    {
-        "block_size": "the number of rows of a block is block_rows=",
-        "buffer_size": "give block_rows= and window_blocks=",
-    }
-)
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
     """Return a random order of contiguous blocks, which disks read with few seeks.
 

@@ -16,26 +16,14 @@ from pinfeed.validation.arguments import (
     check_choice,
     check_flag,
     check_seed,
-    explain_arguments,
     whole_number,
 )
-from pinfeed.validation.safe_repr import safe_repr
 
 Split = Literal["never", "long", "always"]
 
 _SPLITS = ("never", "long", "always")
 
 
-@explain_arguments(
-    {
-        "max_tokens max_length max_seq_length seq_length": (
-            "the length of a sequence is max_elements="
-        ),
-        "strategy packing_strategy": "best fit is the default; give split='always' to fill all",
-        "rows": "the row order is order=",
-        "shuffle": "give order=pinfeed.rows.shuffled(seed)",
-    }
-)
 def packed(
     lengths: Any,
     max_elements: int,
@@ -138,7 +126,6 @@ class Packed(LengthBatches[Pieces]):
             raise ArgumentError("lengths: all rows have 0 elements; expected elements to pack")
         self.batch_size = self._most_pieces()
 
-    @safe_repr
     def __repr__(self) -> str:
         size = "" if self.n_units == 1 else f", batch_size={self.n_units}"
         return self._described(f"<{len(self.lengths)} lengths>", size)

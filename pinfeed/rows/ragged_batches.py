@@ -16,7 +16,6 @@ from pinfeed.rows.permutation import permutation
 from pinfeed.validation.arguments import (
     check_flag,
     check_seed,
-    explain_arguments,
     whole_number,
 )
 
@@ -24,13 +23,6 @@ from pinfeed.validation.arguments import (
 _RUN_ROWS = 1 << 14
 
 
-@explain_arguments(
-    {
-        "max_tokens": "the bound on the elements of a batch is max_elements=",
-        "rows": "the row order is order=",
-        "shuffle": "give order=pinfeed.rows.shuffled(seed)",
-    }
-)
 def element_batches(
     lengths: Any,
     max_elements: int,

@@ -30,7 +30,7 @@ from pinfeed.rows.orders import (
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_mask import RowMask
 from pinfeed.rows.windows import SelectedWindows, Windows
-from pinfeed.validation.arguments import check_seed, explain_arguments, real_number, whole_number
+from pinfeed.validation.arguments import check_seed, real_number, whole_number
 
 Name = TypeVar("Name")
 
@@ -178,14 +178,6 @@ def split(
 ) -> dict[Name, Order]: ...
 
 
-@explain_arguments(
-    {
-        "lengths fractions test_size train_size": "the sizes are the first argument: split([0.9, "
-        "0.1])",
-        "generator random_state": "give seed=",
-        "shuffle": "give order=pinfeed.rows.shuffled(seed)",
-    }
-)
 def split(
     sizes: Any, seed: int = 0, *, order: Order | None = None, block_rows: int = 1
 ) -> tuple[Order, ...] | dict[Any, Order]:

@@ -18,7 +18,6 @@ from pinfeed.stores.array import copy_runs
 from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
 from pinfeed.stores.store import Array, ReadOnly, checked_gather, in_words, run_of
-from pinfeed.validation.safe_repr import safe_repr
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
@@ -97,7 +96,6 @@ class ArrowStore(ReadOnly):
         self._n_stored = int(self._ends[-1])
         self.n_rows: int = self._n_stored if self._indices is None else self._indices.n_rows
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
 

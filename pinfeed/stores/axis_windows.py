@@ -17,7 +17,6 @@ from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import run_gather
 from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.safe_repr import safe_repr
 
 
 class AxisWindow(NamedTuple):
@@ -221,7 +220,6 @@ class WindowStore(FileStore):
         self.nbytes = items.nbytes
         self._owned = owned
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<{self.n_rows:,} windows of shape {self.row_shape} of {self.label}>"
 

@@ -21,7 +21,6 @@ from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.threads.call import Call
-from pinfeed.validation.safe_repr import safe_repr
 
 # Decoded chunks to keep, so that batches that share a chunk decode it once. Two chunks are needed
 # to decode one while the rows of another are gathered.
@@ -131,7 +130,6 @@ class ChunkedStore(FileStore):
             )
         return super().__getstate__()
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label})"
 

@@ -31,7 +31,6 @@ from pinfeed.stores.store import (
     is_store,
     run_of,
 )
-from pinfeed.validation.safe_repr import safe_repr
 
 
 def concat(sources: Mapping[str, Any] | Sequence[Any]) -> Any:
@@ -136,7 +135,6 @@ class ConcatStore(ReadOnly):
         # No caller has the parts that are unpickled.
         return type(self), (self.parts, self.parts)
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<ConcatStore: {in_words(self)}, of {len(self.parts)} stores>"
 

@@ -35,7 +35,6 @@ from pinfeed.stores.libraries import is_of
 from pinfeed.stores.opened import arrow_table, open_store
 from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
 from pinfeed.validation.arguments import explain_arguments
-from pinfeed.validation.safe_repr import safe_repr
 
 # Rows of a column that are converted at a time, so that the caches of a core hold them.
 _STEP_ROWS = 1 << 13
@@ -125,7 +124,6 @@ class MatrixStore(FileStore):
         super().__init__(label, (), (n_rows, len(found)), self._rule.dtype)
         self.nbytes = self.n_rows * self.row_nbytes
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}: {in_words(self)}>"
 

@@ -33,7 +33,6 @@ from pinfeed.validation.arguments import (
     check_path,
     explain_arguments,
 )
-from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -325,7 +324,6 @@ class NpyStore(LocalFileStore):
         keep = {store._keep_cache for store in files}
         return cls._of_layouts(layouts, "r", keep.pop() if len(keep) == 1 else None, *memory_maps)
 
-    @safe_repr
     def __repr__(self) -> str:
         paths = self.paths[0] if len(self.paths) == 1 else self.paths
         return f"NpyStore({paths!r}, mode={self._mode!r})"

@@ -23,7 +23,6 @@ from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array, Store, in_words, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
-from pinfeed.validation.safe_repr import safe_repr
 from pinfeed.validation.suggestions import install_line
 
 logger = logging.getLogger("pinfeed")
@@ -156,7 +155,6 @@ class PinnedStore(ArrayStore):
             chunk[...] = rng.normal(mean, std, chunk.shape).astype(store.dtype)
         return store
 
-    @safe_repr
     def __repr__(self) -> str:
         kind = "page-locked" if self.page_locked else "ordinary"
         return f"<{type(self).__name__}: {in_words(self)}, in {kind} memory>"

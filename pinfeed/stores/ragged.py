@@ -20,7 +20,6 @@ from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
 from pinfeed.stores.ragged_parts import ItemParts, check_offsets, read_offsets
 from pinfeed.stores.store import Array, ClosedOnExit, Store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
-from pinfeed.validation.safe_repr import safe_repr
 
 Layout = Literal["offsets", "padded", "jagged", "packed"]
 
@@ -191,7 +190,6 @@ class RaggedStore(ClosedOnExit):
         values, offsets = _arrow_parts(column)
         return cls(values, offsets, layout=layout, padding=padding)
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"<RaggedStore: {self.n_rows:,} rows of {self.items!r}, {self.layout}>"
 

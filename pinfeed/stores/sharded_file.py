@@ -18,7 +18,6 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.validation.safe_repr import safe_repr
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,6 @@ class ShardedStore(FileStore):
         dtype = check_dtype(first.dtype, first.path)
         super().__init__(label, paths, (int(self._ends[-1]), *first.row_shape), dtype)
 
-    @safe_repr
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.paths[0] if len(self.paths) == 1 else self.paths!r})"
 

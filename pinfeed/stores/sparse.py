@@ -18,7 +18,6 @@ from pinfeed.stores.ragged import RaggedParts, RaggedStore
 from pinfeed.stores.sparse_sources import open_matrix
 from pinfeed.stores.store import Array, Store
 from pinfeed.validation.arguments import explain_arguments
-from pinfeed.validation.safe_repr import safe_repr
 
 # Most free blocks of memory for dense batches.
 _N_SPARE = 4
@@ -123,7 +122,6 @@ class SparseStore(RaggedStore):
 
         load_csr()
 
-    @safe_repr
     def __repr__(self) -> str:
         shape = f"{self.n_rows:,} x {self.n_columns:,}"
         return f"<SparseStore: {shape}, {self.parts[0].dtype}, {self.layout}>"

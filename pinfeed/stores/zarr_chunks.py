@@ -119,10 +119,7 @@ class ZarrChunks:
 
         # The parameters of a compressor are in its result.
         codec = numcodecs.get_codec({"id": name})
-        if place.flags.c_contiguous and place.nbytes == _decoded_nbytes(name, raw):
-            codec.decode(raw, out=place)
-        else:
-            self.grid.put(codec.decode(raw), place)
+        self.grid.put(codec.decode(raw), place)
 
     def _read_in_shard(
         self, chunk: tuple[int, ...], origin: tuple[int, ...], scratch: _Scratch
@@ -213,20 +210,6 @@ def _is_plain(codec: Mapping[str, Any]) -> bool:
 
 def _divide(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(number // size for number, size in zip(numbers, sizes, strict=True))
-
-
-def _decoded_nbytes(compressor: str, raw: memoryview) -> int | None:
-    """Return the size of a decoded chunk, as its header states it; None if that is unknown."""
-    if compressor == "blosc":
-        return int.from_bytes(raw[4:8], "little")
-    if compressor != "zstd":
-        return None
-    # The header of a frame, https://www.rfc-editor.org/rfc/rfc8878#section-3.1.1.1
-    descriptor = raw[4]
-    is_single = descriptor >> 5 & 1
-    n_bytes = (is_single, 2, 4, 8)[descriptor >> 6]
-    begin = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
-    return int.from_bytes(raw[begin : begin + n_bytes], "little") + 256 * (n_bytes == 2)
 
 
 class _Scratch:

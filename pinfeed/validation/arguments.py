@@ -183,7 +183,7 @@ def takes_parameter(function: Any, name: str) -> bool:
 
 
 def explain_arguments(
-    hints: Mapping[str, str], example: str = ""
+    hints: Mapping[str, str],
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, to give helpful advice on a wrong argument.
 
@@ -195,12 +195,9 @@ def explain_arguments(
         hints: Advice on what to give instead of an argument of another library. A key is the name
             of the argument, or several names with spaces between them; the last entry that has a
             name counts. In the advice, ``{name}`` stands for the name.
-        example: A keyword argument, shown in the error about too many positional arguments; empty
-            for the function's first keyword argument.
 
     Raises:
-        UnknownArgument: If the function has no argument of a given name, gets too many positional
-            arguments, or lacks one that it needs.
+        UnknownArgument: If the function has no argument of a given name.
         ArgumentError: If ``seed`` is given without ``shuffle``.
     """
 
@@ -209,29 +206,13 @@ def explain_arguments(
         parameters = inspect.signature(function).parameters.values()
         known = [one.name for one in parameters if one.name not in ("self", "cls")]
         names = frozenset(known)
-        n_positional = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
-        n_bound = len(parameters) - len(known)
-        required = [
-            one.name
-            for one in parameters
-            if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
-        ]
-        takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             # Most calls are correct, and need no look at single arguments.
-            if len(args) > n_positional or not names.issuperset(kwargs) or "seed" in kwargs:
-                if not takes_any_name:
-                    _require_known_names(title, known, hints, kwargs)
-                positional = known[: n_positional - n_bound]
-                _require_few_positional(title, positional, known, len(args) - n_bound, example)
+            if not names.issuperset(kwargs) or "seed" in kwargs:
+                _require_known_names(title, known, hints, kwargs)
                 _require_shuffle_with_seed(known, kwargs)
-            if missing := [name for name in required[len(args) :] if name not in kwargs]:
-                raise UnknownArgument(
-                    f"{title} got no {' and no '.join(missing)}; expected "
-                    f"{title}({', '.join(required[n_bound:])}, ...)"
-                )
             return function(*args, **kwargs)
 
         return checked
@@ -257,24 +238,6 @@ def _require_known_names(
         lines.append(f"{title} has no argument {name!r}; {advice}")
     if lines:
         raise UnknownArgument("\n".join(lines))
-
-
-def _require_few_positional(
-    title: str, positional: Sequence[str], known: Sequence[str], n_given: int, example: str
-) -> None:
-    """Raise UnknownArgument if there are more positional arguments than a function takes."""
-    if n_given <= len(positional):
-        return
-    if not example and len(known) > len(positional):
-        example = f"{known[len(positional)]}=..."
-    call = f"{title}({', '.join(filter(None, [*positional, example]))})"
-    expected = f"only {', '.join(positional)}" if positional else "none"
-    others = "the others" if positional else "them"
-    advice = f"; give {others} by name: {call}" if example or not positional else ""
-    raise UnknownArgument(
-        f"{title} got {n_given} positional argument{'s' * (n_given > 1)}; expected "
-        f"{expected}{advice}"
-    )
 
 
 def _require_shuffle_with_seed(known: Sequence[str], given: Mapping[str, Any]) -> None:

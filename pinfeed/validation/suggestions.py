@@ -67,12 +67,6 @@ _TORCH = (
     "a file of torch.save: load it with torch.load(path, weights_only=True), and give the tensor "
     "or save np.save(name, tensor.numpy())"
 )
-_RECORDS = (
-    "{}: give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...)), with a dataset of {} that "
-    "reads it"
-)
-_LMDB = _RECORDS.format("an LMDB database", "your own")
-_MDS = _RECORDS.format("an MDS or LitData data set", "streaming or litdata")
 _ZARR = "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"
 _SUFFIXES = {
     ".npz": "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
@@ -85,19 +79,12 @@ _SUFFIXES = {
     ".h5": _HDF5,
     ".hdf5": _HDF5,
     ".zarr": _ZARR,
-    ".tar": _RECORDS.format("a tar archive", "webdataset"),
-    ".tfrecord": _RECORDS.format("a TFRecord file", "the tfrecord package"),
-    ".lmdb": _LMDB,
-    ".mdb": _LMDB,
-    ".mds": _MDS,
 }
 """Kinds of files by suffix, if the suffix says more than the first bytes."""
 _CONTENTS = {
     "dataset_info.json": "a Hugging Face dataset: give datasets.load_from_disk(path)",
     "dataset_dict.json": "a DatasetDict: give datasets.load_from_disk(path)[split]",
     **dict.fromkeys(("zarr.json", ".zarray", ".zgroup"), _ZARR),
-    "data.mdb": _LMDB,
-    "index.json": _MDS,
 }
 """Kinds of folders by a file in them."""
 

@@ -27,7 +27,6 @@ from pinfeed import (
     RaggedStore,
     wrap_loader,
 )
-from pinfeed.devices import batch_copy
 from pinfeed.devices.cuda import CudaDevice, unlock_on
 from pinfeed.devices.kernels import Grid
 from pinfeed.devices.route import Route
@@ -123,30 +122,6 @@ def moved(device: Any, store: Any, rows: np.ndarray, **options: Any) -> np.ndarr
     return read
 
 
-@pytest.mark.parametrize("row_nbytes", [32 << 10, 100_000, 1 << 20])
-def test_long_rows_by_the_copy_engine(row_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cupy")
-    # Several calls for one batch of rows.
-    monkeypatch.setattr(batch_copy, "MOST_COPIES", 7)
-    values = np.random.default_rng(0).integers(1 << 40, size=(50, row_nbytes // 8))
-    store, rows = PinnedStore(values), np.random.default_rng(1).permutation(50)[:30]
-    device = CudaDevice()
-    if not device.has_batch_copy([store]):
-        pytest.skip("copies in batches failed, or were not tried here")
-    device.route = Route(Grid(4), True, "", "copy engine")
-    assert device.index_dtype([store], rows) is None
-    np.testing.assert_array_equal(moved(device, store, rows), values[rows])
-    values[rows] += 1
-    np.testing.assert_array_equal(store.array, values)
-    assert "kernels" not in vars(device), "a kernel was compiled"
-    # The driver refuses batches in this stream, so kernels move the rows.
-    current, tensor = device.current_stream(), torch.empty((30, row_nbytes // 8), dtype=torch.int64)
-    on_device = tensor.to("cuda")
-    for _ in device.read([(StoreRows(store, rows), on_device)], current):
-        pass
-    np.testing.assert_array_equal(on_device.cpu().numpy(), values[rows])
-
-
 @pytest.mark.parametrize("rows", [np.arange(3, 40), np.array([7])], ids=["run", "row"])
 def test_consecutive_rows_are_one_copy(rows: np.ndarray) -> None:
     pytest.importorskip("cupy")
@@ -187,17 +162,15 @@ def test_row_indices_that_are_on_the_device(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("row_nbytes", [512, 64 << 10])
 def test_routes_are_measured(row_nbytes: int) -> None:
-    """Tables stay unchanged, and batched copies are exact if the driver supports them."""
     pytest.importorskip("cupy")
     values = np.random.default_rng(0).integers(
         1 << 40, size=((32 << 20) // row_nbytes, row_nbytes // 8)
     )
     store, device = PinnedStore(values), CudaDevice()
     rates = measure(device, [store], 4096, MatrixProducts(torch.device("cuda", 0)))
-    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.copy_engine])]
+    timings = [*rates.kernel.values(), rates.staged]
     assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
     assert min(rates.products_s, rates.both, rates.in_turn) > 0
-    assert (rates.copy_engine is not None) == device.has_batch_copy([store])
     np.testing.assert_array_equal(store.array, values)
 
 

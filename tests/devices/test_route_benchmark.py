@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.remembered_trials import take_over
 
-from pinfeed.devices import route as route_module
 from pinfeed.devices import route_benchmark
 from pinfeed.devices.kernels import THIN, Grid
 from pinfeed.devices.route import (
@@ -19,7 +17,6 @@ from pinfeed.devices.route import (
     _cache_folder,
     _entry,
     cached_rates,
-    cached_trial,
     decide,
 )
 from pinfeed.devices.route_benchmark import grids_of, measure
@@ -33,7 +30,6 @@ RATES = Rates(
         Grid(8): Timing(33.0, 0.51e-3),
         Grid(16): Timing(33.5, 0.5e-3),
     },
-    copy_engine=None,
     staged=Timing(12.0, 1.6e-3),
     products_s=0.5e-3,
     both=50.0,
@@ -41,7 +37,6 @@ RATES = Rates(
 )
 SLOW = Rates(
     {Grid(4): Timing(2.0, 8e-3), Grid(8): Timing(3.0, 6e-3)},
-    copy_engine=None,
     staged=Timing(12.0, 1.6e-3),
     products_s=1.5e-3,
     both=3.0,
@@ -51,7 +46,7 @@ SLOW = Rates(
 
 def test_the_fewest_threads_that_are_nearly_the_fastest() -> None:
     route = decide(RATES, None)
-    assert (route.grid, route.duplex, route.mover) == (Grid(8), True, "kernel")
+    assert (route.grid, route.duplex) == (Grid(8), True)
     assert route.why == (
         "the GPU reads page-locked rows directly: 33.0 GB/s by a kernel with 8 blocks of 512 "
         "threads, 12.0 GB/s gathered by the CPU and copied (0.51 ms and 1.60 ms together with "
@@ -68,14 +63,6 @@ def test_the_joint_time_decides() -> None:
     # A direct route leaves the CPU to the loop, so the staged route must be clearly faster.
     staged = Timing(12.0, 0.59e-3)
     assert decide(replace(RATES, kernel=kernel, staged=staged), None).grid == Grid(8)
-
-
-@pytest.mark.parametrize(("joint_s", "mover"), [(0.51e-3, "copy engine"), (0.53e-3, "kernel")])
-def test_the_copy_engine_is_chosen_where_it_is_faster(joint_s: float, mover: str) -> None:
-    route = decide(replace(RATES, copy_engine=Timing(40.0, joint_s)), None)
-    # Kernels still move the rows of other stores.
-    assert (route.grid, route.mover) == (Grid(8), mover)
-    assert ("40.0 GB/s by the copy engine, " in route.why) == (mover == "copy engine")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +113,7 @@ def test_measured_once(tmp_path: Path) -> None:
 
     for _ in range(3):
         assert cached_rates("a GPU", measure, tmp_path) == RATES
-    other = replace(SLOW, copy_engine=Timing(40.0, 0.5e-3))
+    other = replace(SLOW, staged=Timing(40.0, 0.5e-3))
     for _ in range(2):
         assert cached_rates("another", lambda: other, tmp_path) == other
     assert cached_rates("a GPU", measure, tmp_path) == RATES
@@ -144,14 +131,13 @@ def test_measured_once(tmp_path: Path) -> None:
         '{"format": 0, "a GPU": {}}',
         '{"format": 1, "a GPU": {"direct": {"4": 1}, "staged": 1, "both": 1, "in_turn": 1}}',
         '{"format": 2, "a GPU": {"kernel": {"4": {"rate": 1, "joint_s": 1}}}}',
-        '{"format": 3, "a GPU": 7}',
-        '{"format": 3, "a GPU": {"kernel": 3}}',
+        '{"format": 4, "a GPU": 7}',
+        '{"format": 4, "a GPU": {"kernel": 3}}',
         *(
-            json.dumps({"format": 3, "a GPU": {**_entry(RATES), **damage}})
+            json.dumps({"format": 4, "a GPU": {**_entry(RATES), **damage}})
             for damage in (
                 {"kernel": [[4, 1.0]]},
                 {"staged": {"rate": 1.0}},
-                {"copy_engine": 1.0},
                 {"both": None},
             )
         ),
@@ -161,44 +147,6 @@ def test_rates_are_measured_again_if_their_file_is_damaged(text: str, tmp_path: 
     (tmp_path / "routes.json").write_text(text)
     assert cached_rates("a GPU", lambda: SLOW, tmp_path) == SLOW
     assert "a GPU" in json.loads((tmp_path / "routes.json").read_text())
-
-
-@pytest.mark.parametrize("entry", ["{", "[]", "3", "{}", '{"failure": 0}', '{"failure": null}'])
-def test_a_driver_is_tried_again_if_the_file_is_damaged(
-    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(route_module, "_cache_folder", lambda: tmp_path)
-    cached_rates("a GPU", lambda: RATES)
-    text = (tmp_path / "routes.json").read_text()
-    (tmp_path / "routes.json").write_text(f'{text[:-1]}, "a driver": {entry}}}')
-    for _ in range(2):
-        assert cached_trial("a driver", lambda: "it hangs") == "it hangs"
-        assert cached_trial("a driver", lambda: "") == "it hangs"
-    assert cached_rates("a GPU", lambda: SLOW) == (SLOW if entry == "{" else RATES)
-
-
-def test_a_trial_that_does_not_begin_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(route_module, "_cache_folder", lambda: tmp_path)
-
-    def fails() -> str:
-        raise RuntimeError("the GPU has no memory")
-
-    with pytest.raises(RuntimeError, match="no memory"):
-        cached_trial("a driver", fails)
-    assert cached_trial("a driver", lambda: "") == ""
-
-
-def test_tests_take_trials_over_and_no_rates(tmp_path: Path) -> None:
-    user, apart = tmp_path / "user", tmp_path / "apart"
-    take_over(user, apart)
-    assert not apart.exists()
-    cached_trial("batched copies, a GPU", lambda: "it hangs", user)
-    cached_rates("a GPU", lambda: RATES, user)
-    take_over(user, apart)
-    assert cached_trial("batched copies, a GPU", lambda: "", apart) == "it hangs"
-    assert cached_rates("a GPU", lambda: SLOW, apart) == SLOW
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
@@ -218,42 +166,24 @@ def homeless() -> Path:
 
 
 class Moving(SimDevice):
-    """Device that keeps the route and the number of groups of each read.
-
-    Args:
-        batches: How it copies long rows in batches: ``"exact"``, ``"wrong"``, ``"refused"``, or
-            None if it cannot.
-    """
+    """Device that keeps the grid and the number of groups of each read."""
 
     route = STAGED
     grids = grids_of(10)
 
-    def __init__(self, batches: str | None) -> None:
+    def __init__(self) -> None:
         super().__init__(direct=True)
-        self.moved: list[tuple[Grid | None, str, int]] = []
-        self._batches = batches
-
-    def has_batch_copy(self, stores: Any) -> bool:
-        return self._batches is not None
+        self.moved: list[tuple[Grid | None, int]] = []
 
     def read(self, parts: Any, stream: Any) -> Any:
         n_groups = len({id(part.rows) for part, _ in parts})
-        self.moved.append((self.route.grid, self.route.mover, n_groups))
-        if self.route.mover == "kernel" or self._batches == "exact":
-            return super().read(parts, stream)
-        if self._batches == "refused":
-            raise RuntimeError("the driver refuses the copies")
-        # Nothing is read.
-        return iter(())
+        self.moved.append((self.route.grid, n_groups))
+        return super().read(parts, stream)
 
 
-@pytest.mark.parametrize("batches", ["exact", "wrong", "refused", None])
-def test_every_way_is_timed_and_the_tables_stay(
-    batches: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Rows of zeros: a read that does nothing must not pass for one that is exact.
+def test_every_way_is_timed_and_the_tables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = [np.zeros((100, 3)), np.arange(100, dtype=np.int16), np.ones((7, 2), np.uint8)]
-    stores, device = [ArrayStore(array.copy()) for array in arrays], Moving(batches)
+    stores, device = [ArrayStore(array.copy()) for array in arrays], Moving()
     n_products: list[int] = []
 
     def locked(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayStore:
@@ -266,15 +196,11 @@ def test_every_way_is_timed_and_the_tables_stay(
     monkeypatch.setattr(route_benchmark, "_CHUNK_BYTES", 256)
     rates = measure(device, stores, 50, n_products.append)
     assert list(rates.kernel) == list(device.grids)
-    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.copy_engine])]
+    timings = [*rates.kernel.values(), rates.staged]
     assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
     assert min(rates.products_s, rates.both, rates.in_turn) > 0
-    assert (rates.copy_engine is not None) == (batches == "exact")
-    assert {grid for grid, _, _ in device.moved} == set(device.grids)
-    assert {mover for _, mover, _ in device.moved} == {"kernel"} | (
-        {"copy engine"} if batches else set()
-    )
-    assert {n_groups for _, _, n_groups in device.moved} == {2}, (
+    assert {grid for grid, _ in device.moved} == set(device.grids)
+    assert {n_groups for _, n_groups in device.moved} == {2}, (
         "stores of equal length are read in one launch"
     )
     assert 0 < max(n_products) <= 64

@@ -15,8 +15,7 @@ from support.unwrapped import unwrapped
 
 from pinfeed import Feeder, wrap_loader
 from pinfeed.pipeline.sources.user_calls import BatchTransform, Seed
-from pinfeed.profiling.plot_bars import place
-from pinfeed.profiling.spans import Span
+from pinfeed.profiling.spans import Span, by_thread
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.threads.pool import ThreadPool
 
@@ -126,8 +125,7 @@ def test_the_device_times_the_work_of_its_function() -> None:
         assert sorted(durations(spans, "device"))[0] == 1.0
         # Queueing takes no time.
         assert feeder.stats.device_transform_s == 0.0
-        rows, _ = place(spans, 0.0, 1.0)
-        assert [row.name for row in rows] == ["read", "copy", "device_transform", "loop", "device"]
+        assert list(by_thread(spans)) == ["read", "copy", "device_transform", "loop", "device"]
 
 
 def test_overlapping_calls_have_a_lane_each(tmp_path: Path) -> None:
@@ -155,10 +153,8 @@ def test_overlapping_calls_have_a_lane_each(tmp_path: Path) -> None:
     assert sorted(span.batch for span in calls) == list(range(6))
     total = sum(durations(spans, "host_transform"))
     assert feeder.stats.host_transform_s == pytest.approx(total)
-    rows, bars = place(spans, 0.0, 1.0)
-    (row,) = (row for row in rows if row.name == "host_transform")
-    assert row.n_tracks == n_threads
-    tracks = {bar.span.batch: bar.track for bar in bars if bar.row is row}
+    tracks = {span.batch: track for span, track in by_thread(spans)["host_transform"]}
+    assert set(tracks.values()) == set(range(n_threads))
     assert sorted(tracks[i] for i in range(3)) == [0, 1, 2]
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]

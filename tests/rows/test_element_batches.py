@@ -145,7 +145,6 @@ def test_lengths_are_copied_and_may_be_a_tensor() -> None:
         ([1], {"order": [0]}, "order=[0]: expected an order"),
         ([1], {"padded": 1}, "padded=1"),
         ([1], {"drop_last": "no"}, "drop_last='no'"),
-        ([1], {"max_tokens": 3}, "max_elements="),
     ],
 )
 def test_bad_input_is_refused(lengths: Any, options: Any, message: str) -> None:

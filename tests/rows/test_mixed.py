@@ -379,7 +379,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("expected an order", lambda: mixed(SIZES, order="shuffled")),  # type: ignore[arg-type]
     ("an order for each", lambda: mixed(SIZES, order={"a": sequential()})),
     ("share of one rank", lambda: mixed(SIZES, order=per_rank(sequential(), rank=0, world_size=2))),
-    ("stopping_strategy", lambda: mixed(SIZES, stopping_strategy="x")),  # type: ignore[call-arg]
     ("is used for 31 rows", lambda: mixed(SIZES).length(31)),
 ]
 

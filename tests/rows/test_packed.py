@@ -208,7 +208,6 @@ def test_batches_have_at_most_the_planned_rows() -> None:
         ([1], {"batch_size": 0}, "batch_size=0"),
         ([1], {"seed": 0.5}, "seed=0.5"),
         ([1], {"order": [0]}, "order=[0]: expected an order"),
-        ([1], {"max_length": 3}, "max_elements="),
     ],
 )
 def test_bad_input_is_refused(lengths: Any, options: Any, message: str) -> None:

@@ -211,7 +211,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("whole number", lambda: split([1.0], seed=0.5)),  # type: ignore[call-overload]
     ("block_rows=0", lambda: split([1.0], block_rows=0)),
     ("parts of 30 rows", lambda: split([10, 20])[0].length(31)),
-    ("seed=", lambda: split([1.0], random_state=1)),  # type: ignore[call-overload]
 ]
 
 

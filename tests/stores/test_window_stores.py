@@ -360,8 +360,6 @@ def test_arguments_of_other_libraries_are_explained(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(20.0))
     with pytest.raises(UnknownArgument, match=r"NpyStore\.windows has no argument 'block_size'"):
         NpyStore.windows(tmp_path / "x.npy", block_size=3)  # type: ignore[call-arg]
-    with pytest.raises(UnknownArgument, match=r"NpyStore\.windows\(path, length=\.\.\.\)"):
-        NpyStore.windows(tmp_path / "x.npy", 3)  # type: ignore[misc]
 
 
 def test_inputs_and_targets_without_a_common_span(tmp_path: Path) -> None:

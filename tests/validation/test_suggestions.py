@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import io
 import re
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,11 +226,6 @@ def arrow_stream(path: Path) -> None:
         writer.write_table(TABLE)
 
 
-def write_tar(path: Path) -> None:
-    with tarfile.open(path, "w") as archive:
-        archive.add(__file__)
-
-
 def folder_with(name: str) -> Callable[[Path], None]:
     """Return a function that makes a folder with an empty file."""
 
@@ -259,21 +253,6 @@ WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: pyarrow.csv.write_csv(TABLE, path),
         "a table as text: give pyarrow.csv.read_csv(path) if its first line names the columns",
     ),
-    "x.tar": (write_tar, "a tar archive: give pinfeed.wrap_loader(DataLoader(dataset"),
-    "x.tfrecord": (
-        lambda path: path.write_bytes(bytes(64)),
-        "a TFRecord file: give pinfeed.wrap_loader(DataLoader(dataset",
-    ),
-    "x.mds": (
-        lambda path: path.write_bytes(bytes(64)),
-        "with a dataset of streaming or litdata that reads it",
-    ),
-    "x.lmdb": (
-        lambda path: path.write_bytes(bytes(64)),
-        "an LMDB database: give pinfeed.wrap_loader(DataLoader(dataset",
-    ),
-    "lmdb": (folder_with("data.mdb"), "it looks like an LMDB database"),
-    "shards": (folder_with("index.json"), "it looks like an MDS or LitData data set"),
     "dataset": (
         lambda path: datasets.Dataset(TABLE).save_to_disk(path),
         "it looks like a Hugging Face dataset: give datasets.load_from_disk(path)",

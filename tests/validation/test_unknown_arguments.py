@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.callables import fed, loader, read, table, trained, wrapped
+from support.callables import fed, read, table, trained, wrapped
 from torch.utils.data import DataLoader
 
 from pinfeed import (
@@ -24,7 +24,6 @@ from pinfeed import (
     PinnedStore,
     RowDataset,
     errors,
-    rows,
     train_rows,
     wrap_loader,
     wrap_readers,
@@ -106,11 +105,6 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
             "BigBatch has no argument 'batch_size'",
         ),
         (
-            rows.block_shuffled,
-            {"block_size": 4},
-            "'block_size'; the number of rows of a block is block_rows=",
-        ),
-        (
             trained,
             {"optimiser": None},
             "train_rows has no argument 'optimiser'; did you mean 'optimizer'?",
@@ -150,24 +144,12 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
             "has no argument 'sparse'; pinfeed always moves",
         ),
         (
-            lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
-            (
-                "embedding_dim; give the others by name: HostEmbeddingBag(num_embeddings, "
-                "embedding_dim, mode=...)"
-            ),
-        ),
-        (
             lambda: NpyStore(path, mmap_mode="r"),
             "NpyStore has no argument 'mmap_mode'; give mode='r' to read",
         ),  # type: ignore[call-arg]
-        (lambda: NpyStore(path, "r+"), "give the others by name: NpyStore(path, mode=...)"),  # type: ignore[misc]
         (
             lambda: PinnedStore(path, pinned=True),
             "PinnedStore has no argument 'pinned'; give pin=True",
-        ),  # type: ignore[call-arg]
-        (
-            lambda: RowDataset(path, 4),
-            "RowDataset got 2 positional arguments; expected only source",
         ),  # type: ignore[call-arg]
     ]:
         with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
@@ -187,46 +169,6 @@ def test_all_unknown_arguments_are_explained_at_once() -> None:
         "Feeder has no argument 'num_workers'",
         "Feeder has no argument 'pin_memory'",
     ]
-
-
-def test_a_batch_size_without_its_name() -> None:
-    message = (
-        "Feeder got 2 positional arguments; expected only source; give the others by name: "
-        "Feeder(source, batch_size=...)"
-    )
-    with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
-        Feeder(np.zeros(8), 4)  # type: ignore[misc]
-    with pytest.raises(
-        errors.UnknownArgument,
-        match=re.escape("give the others by name: wrap_loader(loader, device=...)"),
-    ):
-        wrap_loader(loader(), "cpu")  # type: ignore[misc]
-    message = (
-        "Config got 1 positional argument; expected none; give them by name: "
-        "Config(cpu_memory_limit=...)"
-    )
-    with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
-        Config(1 << 20)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Feeder(batch_size=2), "Feeder got no source; expected Feeder(source, ...)"),
-        (lambda: wrap_loader(depth=1), "wrap_loader got no loader; expected wrap_loader(loader"),
-        (lambda: train_rows([]), "train_rows got no tables; expected train_rows(loader, tables"),
-        (
-            lambda: HostEmbedding(name="users"),
-            "HostEmbedding got no num_embeddings and no embedding_dim; expected HostEmbedding(num",
-        ),
-        (lambda: rows.drawn(), "drawn got no n; expected drawn(n, ...)"),
-    ],
-    ids=["source", "loader", "tables", "sizes", "n"],
-)
-def test_arguments_that_are_missing_are_named(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(errors.UnknownArgument, match=re.escape(message)) as caught:
-        make()
-    assert isinstance(caught.value, TypeError), "as it is without pinfeed"
 
 
 def test_a_config_is_a_dataclass_like_any_other() -> None:

@@ -203,7 +203,7 @@ class Config:
     @property
     def parameter_count(self) -> int:
         """Elements of the network's parameters, each once."""
-        return sum(layer.n_trainable + layer.n_frozen for layer in self.budget.step.layers)
+        return sum(self.budget.step.n_parameters)
 
     @property
     def total_intermediate_variable_count(self) -> int:

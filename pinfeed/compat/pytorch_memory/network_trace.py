@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.report import layers_of
+from pinfeed.training.memory_model.report import count_parameters
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.training.memory_model.training_step import StepRun, call_model
 
@@ -274,11 +274,9 @@ def get_parameter_count(model_class: Any) -> int:
     """
     model = check_model_class(model_class)
     if isinstance(model, nn.Module):
-        layers = layers_of(model)
-    else:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            layers = layers_of(ConvertingModel(model))
-    return sum(layer.n_trainable + layer.n_frozen for layer in layers)
+        return sum(count_parameters(model))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return sum(count_parameters(ConvertingModel(model)))
 
 
 def get_variable_count(model_class: Any, input_shape: Any) -> int:

@@ -29,10 +29,9 @@ from pinfeed.training.checkpoint.saves import (
     read_manifest,
     save_numbers,
 )
-from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
-from pinfeed.validation.arguments import check_path, explain_arguments
+from pinfeed.validation.arguments import check_path
 
 Path = str | os.PathLike[str]
 T = TypeVar("T")
@@ -41,7 +40,6 @@ T = TypeVar("T")
 _N_THREADS = 4
 
 
-@explain_arguments({}, OBJECTS_BY_NAME)
 def resume(path: Path, **objects: Any) -> dict[str, Any]:
     """Restore all objects from the last complete save, to continue the run from there.
 

@@ -29,15 +29,11 @@ from pinfeed.training.checkpoint.saves import (
 )
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import write_rows
-from pinfeed.validation.arguments import check_path, explain_arguments, whole_number
+from pinfeed.validation.arguments import check_path, whole_number
 
 Path = str | os.PathLike[str]
 
-OBJECTS_BY_NAME = "model=model, optimizer=optimizer"
-"""Example of named objects, for errors."""
 
-
-@explain_arguments({}, OBJECTS_BY_NAME)
 def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     """Save everything that a run needs to continue.
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from pinfeed.errors import ArgumentError
 from pinfeed.training.embeddings.table import HostEmbedding
-from pinfeed.training.embeddings.table_arguments import HINTS, integer_tensor
-from pinfeed.validation.arguments import check_flag, explain_arguments
+from pinfeed.training.embeddings.table_arguments import integer_tensor
+from pinfeed.validation.arguments import check_flag
 
 
 class HostEmbeddingBag(HostEmbedding):
@@ -38,7 +38,6 @@ class HostEmbeddingBag(HostEmbedding):
         ArgumentError: If ``mode`` is another value, or an option is invalid.
     """
 
-    @explain_arguments(HINTS)
     def __init__(
         self,
         num_embeddings: int,

@@ -47,7 +47,6 @@ from pinfeed.training.large_batch.strategy_selector import (
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
-from pinfeed.validation.safe_repr import safe_repr
 
 
 def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
@@ -178,7 +177,6 @@ class BigBatch:
         self._runner = StrategyRunner(self._spec, self._device, options, self._selector)
         self._is_closed = False
 
-    @safe_repr
     def __repr__(self) -> str:
         options = self._options
         return (

@@ -22,7 +22,6 @@ from pinfeed.training.large_batch.step_result import (
     run_step,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
-from pinfeed.validation.safe_repr import safe_repr
 
 _ROUNDING = ROUNDING | {torch.float32: 1e-4}
 """Relative differences that rounding explains; sums over a batch of any size round more."""
@@ -60,7 +59,6 @@ class Check:
     def __bool__(self) -> bool:
         return self.is_exact
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 

@@ -22,7 +22,6 @@ from pinfeed.training.large_batch.recompute import can_be_recomputed
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
 from pinfeed.training.large_batch.verifier import Verifier
-from pinfeed.validation.safe_repr import safe_repr
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
@@ -83,7 +82,6 @@ class StrategyChoice:
     why: str
     device_bytes: dict[str, int | None]
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 

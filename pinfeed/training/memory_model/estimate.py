@@ -22,7 +22,7 @@ from pinfeed.training.memory_model.cuda_memory import (
     workspace_bytes,
 )
 from pinfeed.training.memory_model.real_steps import peak_of_gradients
-from pinfeed.training.memory_model.report import Confidence, Estimate, Kind, Layer, layers_of
+from pinfeed.training.memory_model.report import Confidence, Estimate, Kind, count_parameters
 from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, peak_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.training.memory_model.training_step import (
@@ -169,7 +169,7 @@ class StepEstimator(TrainingStep):
         return self._estimates[batch_size, step]
 
     def _estimate(self, batch_size: int, step: Step) -> Estimate:
-        tracker, layers, doubts = self._count(batch_size, step)
+        tracker, n_parameters, doubts = self._count(batch_size, step)
         temporary = 0
         if self.device == "cpu" and tracker.has_temporary:
             if step is plain_step:
@@ -194,7 +194,7 @@ class StepEstimator(TrainingStep):
             reserved,
             breakdown,
             phases,
-            layers,
+            n_parameters,
             _RANKS[worst],
             (*self._notes, *(note for _, note in doubts)),
         )
@@ -241,12 +241,12 @@ class StepEstimator(TrainingStep):
 
     def _count(
         self, batch_size: int, step: Step
-    ) -> tuple[StorageTracker, tuple[Layer, ...], list[_Doubt]]:
-        """Run steps on tensors without data; return what was counted, the layers and doubts."""
+    ) -> tuple[StorageTracker, tuple[int, int], list[_Doubt]]:
+        """Run steps on tensors without data; return what was counted, parameters and doubts."""
         tracker = StorageTracker(is_cpu=self.device == "cpu")
         try:
             with _silent_fake_tensors():
-                layers, doubts = self._run(tracker, batch_size, step)
+                n_parameters, doubts = self._run(tracker, batch_size, step)
         except (ArgumentError, EstimateError):
             raise
         except Exception as error:
@@ -258,11 +258,11 @@ class StepEstimator(TrainingStep):
                 ) from error
             phase = tracker.marks[-1][1] if tracker.marks else "beginning"
             raise EstimateError(self._refusal(error, batch_size, phase)) from error
-        return tracker, layers, doubts
+        return tracker, n_parameters, doubts
 
     def _run(
         self, tracker: StorageTracker, batch_size: int, step: Step
-    ) -> tuple[tuple[Layer, ...], list[_Doubt]]:
+    ) -> tuple[tuple[int, int], list[_Doubt]]:
         # This import is here, because it takes a second.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -292,7 +292,7 @@ class StepEstimator(TrainingStep):
                 del kept
             halves = {p.dtype for p in model.parameters()} | {self.autocast_dtype}
             tracker.has_temporary |= not halves.isdisjoint({torch.float16, torch.bfloat16})
-            return layers_of(model), self._doubts(model, tracker)
+            return count_parameters(model), self._doubts(model, tracker)
 
     def _doubts(self, model: nn.Module, tracker: StorageTracker) -> list[_Doubt]:
         """Return reasons why the step may take other memory than was counted."""

@@ -13,37 +13,9 @@ from torch import nn
 from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.plan import Allocation, Plan, joined
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import safe_repr
 
 Confidence = Literal["exact", "close", "low"]
 Kind = Literal["cuda", "cpu"]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Parameters of one module, without those of its children.
-
-    A parameter that several modules share counts for the first of these modules.
-
-    Examples:
-        >>> estimate = pinfeed.estimate(torch.nn.Linear(1000, 10), 64, input_shape=(1000,))
-        >>> layer = estimate.layers[0]
-        >>> layer.kind, layer.n_trainable
-        ('Linear', 10010)
-
-    Attributes:
-        name: Name of the module; "" for the model.
-        kind: Class of the module.
-        n_trainable: Number of elements of parameters that require gradients.
-        n_frozen: Number of elements of the other parameters.
-        nbytes: Size of all parameters in bytes.
-    """
-
-    name: str
-    kind: str
-    n_trainable: int
-    n_frozen: int
-    nbytes: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +39,8 @@ class Estimate:
             ``"activations"``, …; ``"reserve"`` is the memory that the allocator holds in addition.
         phases: Peak memory of tensors in the ``"forward"`` pass, the ``"backward"`` pass and the
             ``"optimizer"`` step, in bytes.
-        layers: Parameters of each layer.
+        n_parameters: Number of elements of the parameters that require gradients, and of the other
+            ones.
         confidence: ``"exact"``: no operation is known to take more memory. Measured steps took up
             to 3% more on a GPU, and one took 22% more. ``"close"``: on the CPU, temporary memory
             was measured in a step of fewer samples; on a GPU, the workspace of convolutions is not
@@ -81,11 +54,10 @@ class Estimate:
     reserved_bytes: int
     breakdown: Mapping[str, int]
     phases: Mapping[str, int]
-    layers: tuple[Layer, ...]
+    n_parameters: tuple[int, int]
     confidence: Confidence
     notes: tuple[str, ...]
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 
@@ -102,8 +74,7 @@ class Estimate:
             colalign=("left", "right", "right"),
         )
         phases = ", ".join(f"{phase} {human(nbytes)}" for phase, nbytes in self.phases.items())
-        n_trainable = sum(layer.n_trainable for layer in self.layers)
-        n_frozen = sum(layer.n_frozen for layer in self.layers)
+        n_trainable, n_frozen = self.n_parameters
         lines = [
             table,
             f"peak by phase: {phases}",
@@ -113,19 +84,15 @@ class Estimate:
         return "\n".join([*lines, *self.notes])
 
 
-def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """Return the layers that have parameters of their own; a shared parameter counts once."""
-    seen: set[int] = set()
-    found = []
-    for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-        seen |= {id(p) for p in own}
-        if own:
-            n_trainable = sum(p.numel() for p in own if p.requires_grad)
-            n_frozen = sum(p.numel() for p in own if not p.requires_grad)
-            nbytes = sum(p.numel() * p.element_size() for p in own)
-            found.append(Layer(name, type(module).__name__, n_trainable, n_frozen, nbytes))
-    return tuple(found)
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return the elements of the parameters that require gradients, and of the other ones.
+
+    A parameter that several modules share counts once.
+    """
+    counts = {True: 0, False: 0}
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    return counts[True], counts[False]
 
 
 CACHES = "caches of tables"
@@ -194,7 +161,6 @@ class Budget:
         """Memory of the step without its batch, in bytes."""
         return self.step.reserved_bytes - self.step.breakdown["batch"] + self.margin
 
-    @safe_repr
     def __repr__(self) -> str:
         return str(self)
 

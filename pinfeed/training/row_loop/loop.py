@@ -21,7 +21,6 @@ from pinfeed.training.row_loop.loop_table import LoopTable
 from pinfeed.training.row_loop.row_source import LoaderReplay, TableRowSource
 from pinfeed.training.row_loop.session import TableSession
 from pinfeed.validation.arguments import check_flag, whole_number
-from pinfeed.validation.safe_repr import safe_repr
 
 # Slightly larger numbers gain little.
 _LOOK_AHEAD = 2
@@ -116,7 +115,6 @@ class RowLoop(LoaderFeeder[T_co]):
             tables, self._loop, self._device, ranks=self._ranks, verify=verify
         )
 
-    @safe_repr
     def __repr__(self) -> str:
         loader = type(self._loader).__name__
         tables = ", ".join(

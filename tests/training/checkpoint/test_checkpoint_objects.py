@@ -77,16 +77,6 @@ def test_classes_and_states_in_place_of_modules_are_refused(
     assert not (tmp_path / "c").exists()
 
 
-def test_an_object_without_a_name(tmp_path: pathlib.Path) -> None:
-    for function in (checkpoint.save, checkpoint.resume):
-        with pytest.raises(
-            ArgumentError,
-            match=r"expected only path; .* by name: \w+\(path, model=model, optimizer=optimizer\)",
-        ):
-            function(tmp_path / "c", nn.Linear(1, 1))  # type: ignore[operator]
-    assert not (tmp_path / "c").exists()
-
-
 @pytest.mark.parametrize("path", [None, 3, b"c", ["c"]], ids=repr)
 @pytest.mark.parametrize(
     "function", [checkpoint.save, checkpoint.resume, checkpoint.exists, checkpoint.check]
