@@ -193,6 +193,8 @@ class DeviceBatches:
         if tensors:
             moved, n = self._move(at, tensors, compute)
             nbytes += n
+        else:
+            self._events[at][1].sync()  # (1) copies may still read the last batch of the slot
         left = iter(moved)
         values = [next(left) if value is None else value for value in values]
         self._slots[at].sources = tensors

@@ -15,6 +15,7 @@ from support.schedules import next_stream, randomly, switch
 
 from pinfeed import wrap_loader
 from pinfeed.native import library as native
+from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.loader_loop import MovingLoaderLoop
 from pinfeed.testing import SimDevice, favour, lazy
 
@@ -142,6 +143,51 @@ def test_a_loader_may_fill_its_memory_again(depth: int) -> None:
     device = SimDevice(lazy, has_engine=True)
     want = [[torch.full((3, 4), float(i)), torch.full((2,), -float(i))] for i in range(5)]
     assert equal(moved(Refilled(5), device, depth), want)
+
+
+class Reaching(SimDevice):
+    """A device that copies long page-locked tensors from where they are."""
+
+    def reaches(self, source: Any) -> bool:
+        value = getattr(source, "host_value", None)
+        return value is not None and value.nbytes > 1000
+
+    def page_locked(self) -> torch.Tensor:
+        return torch.from_numpy(self.staging(80_000).view(np.float32))
+
+
+class RefilledAndPageLocked:
+    """A loader that fills page-locked memory again and again, beside a small tensor."""
+
+    def __init__(self, device: Reaching) -> None:
+        self._memory = device.page_locked()
+
+    def __iter__(self) -> Any:
+        for i in range(5):
+            self._memory.fill_(i)
+            yield {"small": torch.tensor([i]), "long": self._memory}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_page_locked_tensors_are_copied_from_where_they_are(depth: int, choice: str) -> None:
+    want = [{"small": torch.tensor([i]), "long": torch.full((20_000,), float(i))} for i in range(5)]
+    device = Reaching(CHOICES[choice], has_engine=True)
+    loader = [
+        {"small": one["small"], "long": device.page_locked().copy_(one["long"])} for one in want
+    ]
+    assert equal(moved(loader, device, depth), want)
+    device = Reaching(CHOICES[choice], has_engine=True)
+    assert equal(moved(RefilledAndPageLocked(device), device, depth), want)
+
+
+def test_the_wait_for_memory_that_a_loader_fills_again_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DeviceBatches, "finish_reads", lambda self: None)
+    want = [{"small": torch.tensor([i]), "long": torch.full((20_000,), float(i))} for i in range(5)]
+    device = Reaching(lazy, has_engine=True)
+    assert not equal(moved(RefilledAndPageLocked(device), device, 1), want)
 
 
 def test_the_structure_is_that_of_the_loader() -> None:
