@@ -83,7 +83,8 @@ class CudaDevice(DirectAccess):
         index = check_gpu(index)
         super().__init__(index)
         self.name = f"cuda:{index}"
-        self._staging = BufferPool(n_spare, functools.partial(staging_memory, self._device))
+        # Slots keep their staging memory, so spare blocks are those that were outgrown.
+        self._staging = BufferPool(min(n_spare, 1), functools.partial(staging_memory, self._device))
         self._side: torch.cuda.Stream | None = None
         # Streams of the program by their handles.
         self._streams: dict[int, CudaStream] = {}
@@ -97,9 +98,9 @@ class CudaDevice(DirectAccess):
         return why
 
     def stream(self, name: str) -> CudaStream:
-        # If rows are read and written in turn, both are in one stream. Row indices and transforms
-        # have other streams, because the copies of later batches would wait for them.
-        is_of_rows = name not in ("index", "transform")
+        # If rows are read and written in turn, both are in one stream. Transforms have
+        # another stream, because the copies of later batches would wait for them.
+        is_of_rows = name != "transform"
         if is_of_rows and not self.route.duplex and self._side is not None:
             return CudaStream(self._side, self)
         stream = torch.cuda.Stream(self._device, _PRIORITY)

@@ -120,8 +120,8 @@ class Feeder(ResumableFeeder[T_co]):
             ``generator`` receives a new ``torch.Generator`` for every batch, whose seed is a
             function of (seed, epoch, batch), as the guide to batch transforms describes it.
         device_transform: Function that takes each batch on the device, and returns what the loop
-            receives. One thread calls it for one batch at a time, in order, with the same kind of
-            generator. Its work on a GPU runs in a side stream.
+            receives. It is called for one batch at a time, in order, with the same kind of
+            generator; on a GPU in the loop's thread, with its work in a side stream.
         transform_threads: Number of threads that call ``host_transform``, each for another batch,
             from 1 to 64. The loop receives the batches in order, with the same results. In addition
             to ``depth`` finished batches, up to ``transform_threads - 1`` more are prefetched, and

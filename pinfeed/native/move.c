@@ -1,7 +1,7 @@
 /* Moves a batch that the loop's thread has, such as a batch of a loader, to a GPU.
  *
  * Parts that are small, or in pageable memory, are copied into the page-locked staging memory of a
- * slot, one after the other; reader threads may have done that. Small ones lie next to each other
+ * slot, one after the other. Small ones lie next to each other
  * on the GPU, too, so they are one copy. Long ones are a copy for each 2 MiB, which runs while the
  * next ones are staged. Other parts are copied from where they are.
  *
@@ -91,7 +91,7 @@ int pf_move(const struct pf_move *move)
 {
     const struct pf_driver *driver = move->driver;
     struct pf_scope scope = pf_enter(driver);
-    /* An event that was never recorded has passed. */
+    /* An event without a record has passed; a reused one may have an older record. */
     int error = driver->query(move->copied); /* (1) */
     if (error) {
         pf_leave(driver, &scope);

@@ -103,7 +103,8 @@ class DeviceBatches:
             return self._move_any(at, host_batch_of(batch), compute, state)
         moved, nbytes = self._move(at, tensors, compute)
         n_rows = next((len(tensor) for tensor in tensors if tensor.ndim), 1)
-        self._slots[at].sources = [batch]
+        # Staged tensors are not read any more.
+        self._slots[at].sources = [] if self._reading is None else [batch]
         self._slots[at].tensors = list(moved)
         return MovedBatch(same_structure(batch, moved), n_rows, nbytes, at, compute, state)
 
@@ -197,7 +198,7 @@ class DeviceBatches:
             self._events[at][1].sync()  # (1) copies may still read the last batch of the slot
         left = iter(moved)
         values = [next(left) if value is None else value for value in values]
-        self._slots[at].sources = tensors
+        self._slots[at].sources = [] if self._reading is None else tensors
         self._slots[at].tensors = values
         return MovedBatch(batch.data(values), batch.batches[0][0], nbytes, at, compute, state)
 

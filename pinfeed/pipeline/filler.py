@@ -186,7 +186,7 @@ class TransformingFiller(Filler):
             self.transform_on_device(slot)
 
     def _queue_transform(self, slot: Slot) -> None:
-        """Call ``device_transform`` in the thread of the loop, as a thread of its own would."""
+        """Call ``device_transform`` in the thread of the loop, with the modes of a new thread."""
         from pinfeed.tensors.transform_calls import modes_of_a_new_thread
 
         with modes_of_a_new_thread():
@@ -218,16 +218,18 @@ class TransformingFiller(Filler):
         batch = slot.batch
         assert transforms.device is not None
         assert batch is not None
+        is_unified = self._mover.device.unified
         try:
             self._mover.transform(slot, call)
         except Cancelled:
             raise
         except Exception as error:
             # On a GPU, the mover does the same for the copies.
-            if not batch.keeps_errors or not self._mover.device.unified:
+            if not batch.keeps_errors or not is_unified:
                 raise
             self._fail(slot, batch, error, slot.number)
-        calls = transforms.device.take_calls()
-        # On an asynchronous device, the Transfer records the work that the transform queues.
-        lane: Lane | None = "device_transform" if self._mover.device.unified else None
-        slot.device_transform_s = count_calls(self._mover.counters, lane, calls)
+        finally:
+            calls = transforms.device.take_calls()
+            # On an asynchronous device, the Transfer records the work that the transform queues.
+            lane: Lane | None = "device_transform" if is_unified else None
+            slot.device_transform_s = count_calls(self._mover.counters, lane, calls)

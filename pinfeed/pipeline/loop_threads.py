@@ -151,8 +151,12 @@ class LoopThreads:
     @property
     def is_inside(self) -> bool:
         """Whether the current thread works for a loop, and so cannot wait for other threads."""
-        here = threading.current_thread()
-        return here.ident in self._writers or here.name.startswith("pinfeed-")
+        return threading.get_ident() in self._writers or self.is_in_pool
+
+    @property
+    def is_in_pool(self) -> bool:
+        """Whether the current thread belongs to a pool."""
+        return threading.current_thread().name.startswith("pinfeed-")
 
     @property
     def is_forked(self) -> bool:

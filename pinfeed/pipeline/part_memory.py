@@ -34,14 +34,19 @@ class PartMemory:
         self.capacity = list(capacity)
         """Bytes of each part of the largest batch so far."""
 
-    def slot_staging(self, staging: Staging, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return staging memory for all parts of a slot, shape (nbytes,)."""
+    def slot_staging(self, staging: Staging, nbytes: int, full: int = 0) -> npt.NDArray[np.uint8]:
+        """Return staging memory for all parts of a slot, shape (nbytes,).
+
+        Args:
+            staging: The staging memory so far.
+            nbytes: Bytes of the slot.
+            full: Bytes of a full slot, without parts of unknown size.
+        """
         kept = staging.get(WHOLE)
         if kept is None or len(kept) < nbytes:
-            # The old memory is freed first.
             n_kept = 0 if kept is None else len(kept)
             kept = staging[WHOLE] = np.empty(0, np.uint8)
-            kept = staging[WHOLE] = self._device.staging(max(1, grown(n_kept, nbytes)))
+            kept = staging[WHOLE] = self._device.staging(max(1, full, grown(n_kept, nbytes)))
         return kept[:nbytes]
 
     def staging(

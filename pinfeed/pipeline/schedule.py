@@ -111,8 +111,8 @@ def engine_schedule(nbytes: int) -> PrefetchSchedule:
 def n_id_readers(depth: int) -> int:
     """Return the number of reader threads of a loop that reads rows by the ids in its batches.
 
-    They use at most half of the cores, because the loader, the training step and the writer threads
-    need the others.
+    They use at most half of the cores, because the loader, the training step and the writer
+    thread need the others.
     """
     n_cores = len(os.sched_getaffinity(0))
     return max(1, min(depth + 1, n_cores // 2, _MAX_ID_READERS))

@@ -94,6 +94,7 @@ class DeviceSlot(Slot):
         super().clear()
         self.gathered = None
         self.on_device = None
+        self.context = contextlib.nullcontext
         self.sources = ()
         self.indices = []
         self.compute = None

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Device
-from pinfeed.devices.layout import BatchPart, RowLayout
+from pinfeed.devices.layout import BatchPart, RowLayout, aligned
 from pinfeed.pipeline.part_memory import PartMemory
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
@@ -50,6 +50,8 @@ class SlotGather:
         self._memory = memory
         self._check_stop = check_stop
         # Most batches have the parts of the one before.
+        self.batches_per_slot = 1
+        """Batches of a full slot."""
         self._last: tuple[list[BatchPart], RowLayout] | None = None
 
     def gather(self, slot: DeviceSlot, batch: HostBatch) -> Gathered:
@@ -66,7 +68,12 @@ class SlotGather:
         layout = self._layout([sizes[i] for i in order])
         n_staged = len(order) - len(direct)
         nbytes = [*layout.offsets, layout.nbytes][n_staged]
-        staged = self._memory.slot_staging(slot.staging, nbytes)
+        capacity = dict(enumerate(self._memory.capacity))
+        full = sum(
+            aligned(max(sizes[i].nbytes, self.batches_per_slot * capacity.get(i, 0)))
+            for i in order[:n_staged]
+        )
+        staged = self._memory.slot_staging(slot.staging, nbytes, full)
         # Parts are read in their own order, which functions of the user may depend on.
         for i, offset in sorted(zip(order[:n_staged], layout.offsets, strict=False)):
             part = parts[i]

@@ -7,9 +7,10 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
 Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
         calls them: the consumer (it runs the training loop), a reader, or the writer.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
-        time. Only ``device_transform`` allocates on another stream.
+        time. Only ``device_transform`` allocates on another stream, and a device that uploads row
+        indices itself.
 Rule 4: the consumer queues all copies. Readers fill staging memory, and the writer empties it; both
-        call the driver once, before they begin.
+        only wait for an event before they begin, and lock the pages of new staging memory.
 
 The consumer reserves a slot, a reader fills it, the consumer queues its copies and lends its batch
 to the loop. Whenever the loop requests a batch, the consumer also queues the copies of later slots
@@ -67,7 +68,8 @@ Each wait prevents a hazard:
     (7) the values may not be computed yet
     (8) the values may not have arrived yet
     (9) copies may still write memory that was not lent; if an interrupt or an error kept a begun
-        write from being finished, its copies may still use memory that is about to be freed
+        write from being finished, its copies may still use memory that is about to be freed; the
+        consumer may queue copies after another thread has waited for the earlier ones
    (10) work on the cache may not be done yet, in another stream
    (11) the rows for ``device_transform`` may not have arrived yet
    (12) ``device_transform`` may still use memory that was not lent, or tensors of its own, which
@@ -128,6 +130,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, RowGroup, failed_batch
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.store import Store
@@ -209,7 +212,7 @@ class Transfer(Writer):
         self.is_stopping = False
         self._was_staged = False
         self._active_slots = self.slots[: schedule.n_slots]
-        self._batches_per_slot = schedule.batches_per_slot
+        self._batches_per_slot = self._gather.batches_per_slot = schedule.batches_per_slot
         return self._active_slots
 
     def staging_of(self, slot: DeviceSlot, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -273,10 +276,12 @@ class Transfer(Writer):
         if slot.gathered is None:
             return
         batch = slot.batch
-        assert batch is not None
+        if batch is None:
+            # Another thread ends the loop now.
+            raise Cancelled
         try:
             with slot.context():
-                self._queue_copies(slot)
+                guarded(self._queue_copies, slot)
                 if slot.on_device is not None:
                     slot.on_device(slot)
         except Exception as error:
@@ -285,7 +290,14 @@ class Transfer(Writer):
                 return
             failed = failed_batch(error)
             failed.state = batch.state
-            self._queue_copies(self.fill(slot, failed, slot.number))
+            try:
+                with slot.context():
+                    self._queue_copies(self.fill(slot, failed, slot.number))
+            except Exception as second:
+                slot.failure = second
+            finally:
+                # The error's traceback keeps this frame, which must not keep the batch.
+                del slot, batch, failed
 
     def transform(self, slot: DeviceSlot, function: Callable[[Any], Any]) -> None:
         """Call ``device_transform`` on the batch of a slot (consumer).
@@ -309,6 +321,8 @@ class Transfer(Writer):
                 made = function(batch.data(slot.tensors))
         finally:
             slot.filled = stream.record(timed=self._timed)
+            if self.is_stopping:
+                slot.filled.sync()  # device_transform may still use memory that is freed next
         if self._timeline is not None and begun is not None:
             self._timeline.add_timed("device_transform", slot.number, begun, slot.filled)
         slot.transform_outputs = self._own_tensors_in(made)
@@ -464,8 +478,13 @@ class Transfer(Writer):
             began_s = pending.started_s if pending.begun is None else pending.begun.at_s()
             self._timeline.add("write", pending.batch, max(began_s, last_s), now)
 
+    def abandon_write(self, pending: PendingWrite) -> None:
+        """Wait for the copies of a write-back that no thread finishes (consumer)."""
+        if pending.arrived is not None:
+            pending.arrived.sync()  # copies may still use memory that is about to be freed
+
     def write_to_stores(self, pending: PendingWrite) -> None:
-        """Begin and finish a write-back (the consumer at depth 0)."""
+        """Begin and finish a write-back (the consumer at depth 0, or the writer)."""
         self.begin_write(pending, ())
         self.finish_write(pending, _run_in_turn)
 
@@ -502,7 +521,7 @@ class Transfer(Writer):
         self._read.record().sync()  # copies may still write memory that was not lent
         if self._transform is not None:
             self._transform.record().sync()  # transforms may still use memory that is freed next
-        for pending in self._begun.values():
+        for pending in tuple(self._begun.values()):
             if pending.arrived is not None:
                 pending.arrived.sync()  # as above, if an error kept a write from being finished
         self._begun = {}
@@ -571,6 +590,9 @@ class Transfer(Writer):
         finally:
             # The next fill of this slot waits for the queued copies, after an error too.
             slot.copied = slot.filled = self._read.record(timed=self._timed)
+            if self.is_stopping:
+                # Another thread ends the loop, and may have waited for its copies before these.
+                slot.copied.sync()  # copies may still write memory that was not lent
         if self._timeline is not None and begun is not None:
             n_batches = len(batch.batches)
             self._timeline.add_timed("copy", slot.number, begun, slot.copied, n_batches)

@@ -6,14 +6,14 @@ import threading
 from collections import deque
 from typing import Any
 
-from pinfeed.errors import WriteBackError
+from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.writer import PendingWrite, Writer
 from pinfeed.threads.call import Pending
 
 
 class WriteQueue:
-    """Write-backs that the writer threads have not completed, oldest first.
+    """Write-backs that the writer thread has not completed, oldest first.
 
     The consumer thread adds write-backs. When the queue is full, the consumer thread waits for the
     oldest one, which bounds the memory of all.
@@ -123,17 +123,26 @@ class WriteQueue:
         """Begin a write-back, and submit the rest; return this call."""
         writer: Any = self._writer
         threads = self._threads
-        if writer.device.unified:
+        if writer.device.unified or threads.is_in_pool:
+            # A worker thread, in which the garbage collector ends a loop, must not wait for an
+            # earlier write.
             return threads.submit_write(write.batch, writer.write_to_stores, write)
         # Only a copy of a deque is safe while another thread, which closes the feeder, changes it.
         writer.begin_write(write, tuple(self._calls.copy())[-2:])
-        return threads.submit_write(write.batch, writer.finish_write, write, threads.scatter_all)
+        try:
+            return threads.submit_write(
+                write.batch, writer.finish_write, write, threads.scatter_all
+            )
+        except ClosedError:
+            # Another thread ends the loop, and may have waited for its copies before these.
+            writer.abandon_write(write)
+            raise
 
     def _may_wait(self) -> bool:
         """Return whether this thread may wait for a write-back.
 
         A worker thread, in which the garbage collector can end a loop, must not wait. A forked
-        process must not wait either, because it has no writer threads.
+        process must not wait either, because it has no writer thread.
         """
         return not self._threads.is_inside and not self._threads.is_forked
 

@@ -19,7 +19,7 @@ Lane = Literal[
 ]
 """The kind of a span:
 
-- ``read``: a reader thread reads rows.
+- ``read``: a thread reads rows: a reader thread or one of an engine.
 - ``host_transform``: the function runs. For a batch of a loader, this is a part of ``read``.
 - ``copy``: rows are copied to the device.
 - ``device_transform``: the function runs, or an asynchronous device does the work that it queued.
@@ -29,7 +29,7 @@ Lane = Literal[
 - ``write_wait``: the training step waits until earlier rows are written back; a part of
   ``compute``.
 - ``device``: an asynchronous device does the work that the loop queued.
-- ``write``: the writer threads write rows back.
+- ``write``: the writer thread writes rows back.
 """
 
 LANES: tuple[Lane, ...] = get_args(Lane)

@@ -59,9 +59,9 @@ class FeederStats:
         host_transform_s: Time in which ``host_transform`` ran, summed over the threads.
         device_transform_s: Time in which ``device_transform`` ran. On a GPU, the function only
             queues its work. A timeline shows the time of that work.
-        copy_wait_s: Time in which reader threads waited for copies of earlier batches and for the
-            work of ``device_transform`` on them, summed over the threads.
-        write_s: Time in which the writer threads wrote rows back.
+        copy_wait_s: Time in which reader threads waited for copies of earlier batches, summed over
+            the threads.
+        write_s: Time in which the writer thread wrote rows back.
         late: Batches that were not ready when the loop requested them.
         cache_lookups: Distinct rows per batch of tables with a cache on the device, summed over the
             batches.

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.internals import mover_of
+from support.internals import mover_of, runner_of
 from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, switch
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.devices import layout
+from pinfeed.errors import ClosedError
 from pinfeed.testing import SimDevice, favour, lazy
 
 N, D = 12, 2
@@ -390,3 +391,39 @@ def test_copies_end_before_memory_of_a_failed_slot_is_freed(
     assert sorted(seen) == list(range(n_good))
     assert all((seen[i] == x[i * size : (i + 1) * size]).all() for i in seen)
     assert all((array._array == 7).all() for array in own), "memory written after it was freed"
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_copies_that_are_queued_while_another_thread_ends_the_loop(writes: bool) -> None:
+    """The memory of these copies is freed as soon as the loop learns that it has ended."""
+
+    class Ending(SimDevice):
+        end: Any = None
+
+        def copy(self, src: Any, dst: Any, stream: Any) -> None:
+            if self.end is not None and stream.name == ("write" if writes else "read"):
+                end, self.end = self.end, None
+                end()
+            super().copy(src, dst, stream)
+
+    device = Ending(lazy)
+    feeder = Feeder(ArrayStore(np.zeros((N, 2))), rows=FIXED, depth=2, device=device)
+    loop = iter(feeder.batches())
+
+    def end() -> None:
+        runner_of(feeder)._last_loop.end()
+        mover_of(feeder).close()
+
+    with pytest.raises(ClosedError):
+        for i in range(3):
+            batch = next(loop)
+            if i == 1:
+                device.end = end
+            if writes:
+                batch.write_back(batch.data)
+            del batch
+    del loop
+    feeder.close()
+    gc.collect()
+    # Queued copies of freed host memory are an error.
+    device.drain()

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.internals import runner_of
+from support.reader_functions import StagingDevice
 from support.schedules import SLOTS, STREAMS, corners, next_stream
 
 from pinfeed import ArrayStore, Feeder
@@ -348,3 +351,39 @@ def test_helpers_of_the_writer(corner: tuple[str, ...], monkeypatch: pytest.Monk
     np.testing.assert_array_equal(
         added_up(SimDevice(favour("compute", *corner)), EVERY_ROW), expected(EVERY_ROW)
     )
+
+
+class WritingAgain(ArrayStore):
+    """Rows whose first scatter writes more, as if the garbage collector ended a loop there."""
+
+    again: Any = None
+
+    def __init__(self, array: np.ndarray) -> None:
+        super().__init__(array)
+        self.may_go_on = threading.Event()
+
+    def scatter(self, rows: Any, values: Any) -> None:
+        super().scatter(rows, values)
+        again, self.again = self.again, None
+        if again is not None:
+            self.may_go_on.wait()
+            again()
+
+
+def test_a_write_from_the_writer_thread_does_not_wait_for_itself() -> None:
+    """The last step of a loop may write rows, in whatever thread Python frees the loop."""
+    store = WritingAgain(np.zeros((N, 2)))
+    with Feeder(store, rows=THIRDS[:3], depth=2, device=StagingDevice()) as feeder:
+        batches = feeder.batches()
+        first = next(batches)
+        queue = runner_of(feeder)._last_loop.write_queue
+        groups = first._lent.groups
+        values = torch.full((4, 2), 7.0, dtype=torch.float64)
+        store.again = lambda: queue.add(
+            queue._writer.capture_values(groups, [[values]], 0, copied=True), check=False
+        )
+        first.write_back(first.data + 1)
+        second = next(batches)
+        second.write_back(second.data + 1)
+        store.may_go_on.set()
+    assert store.array.tolist() == [[7, 7]] * 4 + [[1, 1]] * 4 + [[0, 0]] * 4
