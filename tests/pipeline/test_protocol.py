@@ -394,7 +394,7 @@ def test_copies_end_before_memory_of_a_failed_slot_is_freed(
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_copies_that_are_queued_while_another_thread_ends_the_loop(writes: bool) -> None:
+def test_copies_queued_while_another_thread_ends_the_loop(writes: bool) -> None:
     """The memory of these copies is freed as soon as the loop learns that it has ended."""
 
     class Ending(SimDevice):
