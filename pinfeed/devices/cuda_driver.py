@@ -12,11 +12,9 @@ from typing import NoReturn
 import torch
 
 from pinfeed.errors import DeviceError
-from pinfeed.native.driver import DriverTable, driver_table
+from pinfeed.native.driver import NOT_READY, DriverTable, driver_table
 from pinfeed.native.engine import Engine
 from pinfeed.native.library import Library, library, packing
-
-_NOT_READY = 600
 
 _pack_1 = packing(1)
 _pack_2 = packing(2)
@@ -68,7 +66,7 @@ class CudaDriver:
     def is_done(self, event: int) -> bool:
         """Return whether its stream has passed an event."""
         code = self._library.query_event(_pack_2(self.address, event))
-        if code not in (0, _NOT_READY):
+        if code not in (0, NOT_READY):
             self.raise_error(code)
         return not code
 
@@ -105,7 +103,7 @@ class CudaDriver:
 
 
 class CudaEvent:
-    """Event of the driver that is recorded once; its memory is used again.
+    """Event of the driver, which another CudaEvent uses when nothing refers to this one any more.
 
     Args:
         driver: The driver.

@@ -7,6 +7,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+NOT_READY = 600
+"""Result of ``query`` for an event that its stream has not passed."""
+
 _SYMBOLS = {
     "push": "cuCtxPushCurrent_v2",
     "pop": "cuCtxPopCurrent_v2",

@@ -96,8 +96,6 @@
 #include <unistd.h>
 
 #define PIECE_NBYTES (128 << 10)
-/* Each copy costs the host some microseconds, in which the link moves about 200 KB. */
-#define COPY_NBYTES (2 << 20)
 #define MOST_THREADS 64
 /* Sleeping and waking up takes longer than a piece, which takes 10 to 40 us. So a thread without
  * work looks again before it sleeps: for about 250 us while that succeeds, and for a few us
@@ -275,7 +273,7 @@ static int send_job(const struct pf_engine *engine, struct job *job)
     const int is_whole = n == job->n_pieces;
     const int64_t from = end_of_pieces(engine, job, job->n_sent);
     const int64_t to = end_of_pieces(engine, job, n);
-    if (!is_whole && to - from < COPY_NBYTES)
+    if (!is_whole && to - from < PF_COPY_NBYTES)
         return 0;
     if (!job->n_sent)
         note(&job->error, driver->wait(engine->side, slot->released, 0)); /* (2) */

@@ -1,9 +1,9 @@
 /* Moves a batch that the loop's thread has, such as a batch of a loader, to a GPU.
  *
  * Parts that are small, or in pageable memory, are copied into the page-locked staging memory of a
- * slot, one after the other. Small ones lie next to each other
- * on the GPU, too, so they are one copy. Long ones are a copy for each 2 MiB, which runs while the
- * next ones are staged. Other parts are copied from where they are.
+ * slot, one after the other. Small ones lie next to each other on the GPU, too, so they are one
+ * copy. Long ones are a copy for each 2 MiB, which runs while the next ones are staged. Other parts
+ * are copied from where they are.
  *
  *     move:    copied.query()  of the slot's last batch                                    (1)
  *              released = record(compute)
@@ -16,8 +16,6 @@
 #include "pinfeed.h"
 
 #include <string.h>
-
-#define COPY_NBYTES (2 << 20)
 
 struct pf_scope pf_enter(const struct pf_driver *driver)
 {
@@ -72,13 +70,11 @@ static int stage(const struct pf_move *move)
     for (int64_t i = 0; i < move->n_staged && !error; i++) {
         for (int64_t done = 0; done < move->nbytes[i] && !error;) {
             const int64_t left = move->nbytes[i] - done;
-            const int64_t step = left < COPY_NBYTES ? left : COPY_NBYTES;
-            if (move->from[i])
-                memcpy(move->staging + move->offsets[i] + done, move->from[i] + done,
-                       (size_t)step);
+            const int64_t step = left < PF_COPY_NBYTES ? left : PF_COPY_NBYTES;
+            memcpy(move->staging + move->offsets[i] + done, move->from[i] + done, (size_t)step);
             done += step;
             end = move->offsets[i] + done;
-            if (move->from[i] && end - sent >= COPY_NBYTES) {
+            if (end - sent >= PF_COPY_NBYTES) {
                 error = pf_copy_staged(&staged, sent, end);
                 sent = end;
             }

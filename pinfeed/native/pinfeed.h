@@ -166,7 +166,7 @@ void pf_engine_free(struct pf_engine *engine, int is_forked);
 
 /* move.c */
 
-/* What a call of the driver changes in the calling thread. */
+/* State of the calling thread that calls of the driver change. */
 struct pf_scope {
     int is_entered;
     int mode;
@@ -177,6 +177,10 @@ struct pf_scope {
  * thread or another one. `driver` may be NULL. */
 struct pf_scope pf_enter(const struct pf_driver *driver);
 void pf_leave(const struct pf_driver *driver, struct pf_scope *scope);
+
+/* Bytes of one copy of many parts. Each copy costs the host some microseconds, in which the link
+ * moves about 200 KB. */
+#define PF_COPY_NBYTES (2 << 20)
 
 /* Parts in staging memory, one after the other, that go to the GPU. */
 struct pf_staged {
@@ -206,7 +210,7 @@ struct pf_move {
     const int64_t *offsets; /* of each part in staging memory, ascending */
     const int64_t *nbytes;  /* of each part */
     char *const *devices;   /* where each part goes */
-    const char *const *from; /* where each part is; NULL if it is in staging memory already */
+    const char *const *from; /* where each part is */
 };
 
 /* Queues the copies of a batch. The caller keeps page-locked parts until `copied` has passed.

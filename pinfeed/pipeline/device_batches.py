@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.devices.device import Device, Stream, Tensor
+from pinfeed.native.driver import NOT_READY
 from pinfeed.native.engine import Driver, DriverEvent
 from pinfeed.native.library import library, packing
 from pinfeed.pipeline.loader_layout import LoaderLayout
@@ -22,7 +23,6 @@ from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.transfer import Transfer
 
 _pack_receive = packing(4)
-_NOT_READY = 600
 # Other Python threads run while more bytes are staged.
 _BRIEF_NBYTES = 1 << 20
 
@@ -170,7 +170,7 @@ class DeviceBatches:
         is_brief = layout.staged_nbytes <= _BRIEF_NBYTES
         queue = self._library.move_small if is_brief else self._library.move
         code = queue(request)
-        if code == _NOT_READY:
+        if code == NOT_READY:
             copied.sync()  # (1)
             code = queue(request)
         if layout.n_staged < len(tensors):

@@ -109,6 +109,9 @@ class LoopThreads:
         """
         own: list[Call[object]] = []
         pending: list[Pending[object]] = []
+        made: Call[object] | None = None
+        one: Pending[object] | None = None
+        submitted: Pending[object] | None = None
         for i, call in enumerate(calls):
             submitted = None
             if i % (1 + _N_SCATTER_HELPERS):
@@ -122,13 +125,20 @@ class LoopThreads:
                 own.append(Call(call))
             else:
                 pending.append(submitted)
-        for made in own:
-            made.run()
-        for one in (*pending, *own):
-            # All have ended when the first error is raised.
-            one.exception()
-        for one in (*pending, *own):
-            one.result()
+        try:
+            for made in own:
+                made.run()
+            for one in (*pending, *own):
+                # All have ended when the first error is raised.
+                one.exception()
+            for one in (*pending, *own):
+                one.result()
+        finally:
+            # An error's traceback keeps this frame, which must not keep the calls, because a call
+            # keeps its error.
+            own.clear()
+            pending.clear()
+            one = made = submitted = None
 
     def join_readers(self) -> None:
         """Wait until the reader threads, the transform threads and the engine have ended."""

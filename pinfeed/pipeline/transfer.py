@@ -187,7 +187,6 @@ class Transfer(Writer):
         self._gather = SlotGather(device, self._memory, self.check_stop)
         self.slots = [DeviceSlot() for _ in range(n_slots)]
         self._active_slots = self.slots
-        self._batches_per_slot = 1
         # Two write-backs overlap, each with its own staging memory.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
         # Number of begun write-backs. An interrupt may keep a write-back from beginning.
@@ -212,7 +211,7 @@ class Transfer(Writer):
         self.is_stopping = False
         self._was_staged = False
         self._active_slots = self.slots[: schedule.n_slots]
-        self._batches_per_slot = self._gather.batches_per_slot = schedule.batches_per_slot
+        self._gather.batches_per_slot = schedule.batches_per_slot
         return self._active_slots
 
     def staging_of(self, slot: DeviceSlot, nbytes: int) -> npt.NDArray[np.uint8]:

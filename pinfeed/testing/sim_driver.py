@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.native.driver import DriverTable
+from pinfeed.native.driver import NOT_READY, DriverTable
 from pinfeed.native.engine import Engine
 from pinfeed.testing.sim_streams import SimEvent, SimStream
 
 if TYPE_CHECKING:
     from pinfeed.testing.sim import SimDevice
 
-_NOT_READY = 600
 _FAILED = 999
 
 _HANDLE = ctypes.c_void_p
@@ -123,7 +122,7 @@ class SimDriver:
     def _query(self, event: int) -> int:
         self._device._turn()
         recorded = self._events[event]
-        return 0 if recorded is None or recorded.passed else _NOT_READY
+        return 0 if recorded is None or recorded.passed else NOT_READY
 
     def _sync(self, event: int) -> int:
         recorded = self._events[event]

@@ -83,7 +83,7 @@ struct part {
     int64_t nbytes;
 };
 
-/* What a training step reads of its block. */
+/* The parts of its block that a training step reads. */
 struct reading {
     void *read; /* event after the step */
     char *found;
@@ -397,10 +397,13 @@ static void fail(uint32_t seed)
     }
     pf_engine_stop(run->engine);
     pf_engine_free(run->engine, 0);
-    /* Copies that were queued before may still run. */
+    /* Copies that were queued before may still run, in each stream. */
     async_fail(0);
-    check(!driver->record(run->program.other, run->side));
-    check(!driver->sync(run->program.other));
+    void *const used[] = {run->side, run->program.streams[0]};
+    for (int i = 0; i < 2; i++) {
+        check(!driver->record(run->program.other, used[i]));
+        check(!driver->sync(run->program.other));
+    }
     free_run(run);
 }
 
@@ -441,12 +444,6 @@ static void load(struct batch *batch, uint32_t *seed)
 static void send(struct batch *batch, uint32_t *seed)
 {
     const struct pf_move *const move = &batch->move;
-    if (move->n_staged && !random_below(seed, 4)) {
-        /* Reader threads have staged the first part. */
-        check(!driver->sync(batch->copied));
-        memcpy(batch->staging, batch->memory[0], (size_t)batch->layout.nbytes[0]);
-        batch->from[0] = NULL;
-    }
     int error = pf_move(move);
     if (error == PF_NOT_READY) {
         check(!driver->sync(batch->copied));

@@ -33,7 +33,7 @@ def check(
     seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     with Feeder((ArrayStore(X), ArrayStore(Y)), batch_size=SIZE, device=device) as feeder:
         for i, (x, y) in enumerate(feeder):
-            assert mover_of(feeder)._batches_per_slot == 8
+            assert mover_of(feeder)._gather.batches_per_slot == 8
             device.launch(lambda x, y, i=i: seen.__setitem__(i, (x.copy(), y.copy())), x, y)
             del x, y
             for array in [device.array((1024,), "u1") for _ in range(3)]:

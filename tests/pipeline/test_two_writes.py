@@ -298,6 +298,36 @@ def test_all_calls_end_before_an_error_is_raised(
     assert len(names) > 1 or not n_helpers
 
 
+@pytest.mark.parametrize("n_helpers", [0, 1])
+def test_the_error_of_a_scatter_does_not_keep_itself(
+    n_helpers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", n_helpers)
+
+    class Full(OSError):
+        """An error with weak references."""
+
+    made: list[weakref.ref[Full]] = []
+
+    def fail() -> None:
+        error = Full()
+        made.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    threads = LoopThreads(HostDevice(), PrefetchSchedule(2))
+    gc.disable()
+    try:
+        with contextlib.suppress(Full):
+            threads.scatter_all([lambda: None, fail])
+        threads.join_writers()
+        assert [ref() for ref in made] == [None]
+    finally:
+        gc.enable()
+
+
 def test_calls_are_made_in_the_same_thread_if_the_program_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
