@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed import ArrayStore, Feeder, MiB, wrap_loader
+from pinfeed import ArrayStore, Feeder, MiB, PinnedStore, wrap_loader
 
 Tensors = list[torch.Tensor]
 Way = Callable[[Any, int], Iterator[Any]]
@@ -106,6 +106,13 @@ class Rows:
     def _table(self) -> torch.Tensor:
         return torch.rand(MiB(64) // self._row_nbytes, self._row_nbytes // 4)
 
+    @cached_property
+    def _pinned(self) -> PinnedStore:
+        store = PinnedStore(self._table.numpy(), pin=False)
+        # The simulated GPU reaches all memory.
+        store.page_locked = True
+        return store
+
     def _indices(self) -> Iterator[torch.Tensor]:
         n_rows = len(self._table)
         for epoch in itertools.count():
@@ -118,7 +125,8 @@ class Rows:
 
     def pinfeed(self, device: Any, n: int, **options: Any) -> Iterator[Any]:
         options = {"batch_size": self._batch_size, "shuffle": True, "drop_last": True} | options
-        with Feeder(ArrayStore(self._table.numpy()), device=device, **options) as feeder:
+        store = self._pinned if "route" in options else ArrayStore(self._table.numpy())
+        with Feeder(store, device=device, **options) as feeder:
             epochs = itertools.repeat(feeder)
             yield from itertools.islice(itertools.chain.from_iterable(epochs), n)
 
@@ -220,6 +228,8 @@ def cells() -> Iterator[Cell]:
             ways = {"pinfeed": partial(rows.pinfeed, depth=depth), "by hand": rows.by_hand}
             title = f"{name}, {f'depth {depth}' if depth else 'default depth'}"
             yield Cell(title, goal, n, ways | {"to": rows.to}, rows.expected)
+        direct = {"pinfeed": partial(rows.pinfeed, depth=2, route="direct")}
+        yield Cell(f"{name}, read by the GPU, depth 2", "", n, direct, rows.expected)
     for shape, n, name, goal in (
         (
             (1, 320_000, True),

@@ -14,7 +14,16 @@
 
 /* Nanoseconds of the host in a call. They were chosen to repeat the gaps between batches that were
  * measured on the host of one NVIDIA H200; `benchmarks.gpu --parts prices` measures single calls. */
-enum { COPY = 4000, RECORD = 800, WAIT = 800, QUERY = 700, SYNC = 1000, CREATE = 2400, DESTROY = 2600 };
+enum {
+    COPY = 4000,
+    LAUNCH = 3000,
+    RECORD = 800,
+    WAIT = 800,
+    QUERY = 700,
+    SYNC = 1000,
+    CREATE = 2400,
+    DESTROY = 2600
+};
 
 /* The link: nanoseconds of a copy without bytes, and bytes in a nanosecond (GB/s). */
 enum { LINK_LATENCY = 1500, LINK_RATE = 55 };
@@ -117,10 +126,31 @@ int sim_copy(void *to, const void *from, size_t nbytes, void *stream)
     return add(stream, now_ns(), LINK_LATENCY + (int64_t)nbytes / LINK_RATE);
 }
 
+/* Reads rows by row indices of int32, as the kernels do (pinfeed/devices/kernels.py). */
+int sim_launch(void *kernel, unsigned n_blocks, unsigned n_y, unsigned n_z, unsigned n_threads,
+               unsigned t_y, unsigned t_z, unsigned shared, void *stream, void **arguments,
+               void **extra)
+{
+    (void)kernel, (void)n_blocks, (void)n_y, (void)n_z, (void)n_threads;
+    (void)t_y, (void)t_z, (void)shared, (void)extra;
+    const struct pf_moves *const all = arguments[0];
+    int64_t nbytes = 0;
+    occupy(LAUNCH);
+    for (uint32_t t = 0; t < all->n_tables; t++) {
+        const size_t row_nbytes = all->tables[t].row_nbytes;
+        nbytes += (int64_t)(all->n_rows * row_nbytes);
+        for (uint32_t i = 0; moves && i < all->n_rows; i++)
+            memcpy(all->tables[t].packed + i * row_nbytes,
+                   all->tables[t].rows + ((const int32_t *)all->indices)[i] * row_nbytes,
+                   row_nbytes);
+    }
+    return add(stream, now_ns(), LINK_LATENCY + nbytes / LINK_RATE);
+}
+
 void *sim_stream(void) { return calloc(1, sizeof(struct moment)); }
 void sim_move(int on) { moves = on; }
 
 const struct pf_driver sim_driver = {
     NULL,       push,     pop,       exchange_capture_mode, sim_create, sim_destroy,
-    sim_record, sim_wait, sim_query, sim_sync,              sim_copy,
+    sim_record, sim_wait, sim_query, sim_sync,              sim_copy,   sim_launch,
 };

@@ -7,6 +7,7 @@ Python code around these calls is shorter than torch's.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -18,18 +19,29 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from pinfeed.devices import cuda, cuda_driver
+from pinfeed.devices import cuda, cuda_driver, kernels
+from pinfeed.devices.route import STAGED, Route
 from pinfeed.memory.pages import huge
 from pinfeed.native.driver import DriverTable
 
 _SOURCE = Path(__file__).with_name("driver.c")
 _FLAGS = "-std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread"
-_N_ARGUMENTS = {"create": 2, "destroy": 1, "record": 2, "wait": 3, "query": 1, "sync": 1, "copy": 4}
+_N_ARGUMENTS = {
+    "create": 2,
+    "destroy": 1,
+    "record": 2,
+    "wait": 3,
+    "query": 1,
+    "sync": 1,
+    "copy": 4,
+    "launch": 11,
+}
 
 
 class Driver(NamedTuple):
@@ -138,6 +150,27 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+class Module:
+    """Kernels that were compiled already; see ``pinfeed.devices.kernels.CudaModule``."""
+
+    def __init__(self, *_: Any) -> None:
+        kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+        self.kernels = collections.defaultdict(lambda: kernel)
+
+    def launch(
+        self, name: str, stream: int, grid: tuple[int, ...], n_threads: int, argument: Any
+    ) -> None:
+        """Queue a kernel in a stream."""
+        pointers = (ctypes.c_void_p * 1)(argument.ctypes.data)
+        driver().held.launch(1, *grid, 1, 1, n_threads, 1, 1, 0, stream, pointers, 0)
+
+
+def choose_route(device: Any, stores: Any, n_rows: int, wanted: str | None) -> str:
+    """Take the route that was asked for, without a measurement."""
+    device.route = Route(kernels.Grid(8), True, "") if wanted == "direct" else STAGED
+    return ""
+
+
 def driver_table(index: int) -> DriverTable:
     """Return the calls of the driver."""
     return DriverTable.in_dll(driver().held, "sim_driver")
@@ -177,6 +210,8 @@ def simulated_gpu(*, moves: bool) -> Iterator[cuda.CudaDevice]:
             ),
             mock.patch.object(cuda, "staging_memory", lambda _, nbytes: huge(max(1, nbytes))),
             mock.patch.object(cuda_driver, "driver_table", driver_table),
+            mock.patch.object(kernels, "CudaModule", Module),
+            mock.patch.object(cuda.CudaDevice, "choose_route", choose_route),
         ):
             stack.enter_context(patch)
         cuda_driver.cuda_driver.cache_clear()

@@ -7,7 +7,7 @@ that still marks an earlier point.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.layout import RowLayout
 from pinfeed.native.engine import Driver
+from pinfeed.native.row_reads import RowReads
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
@@ -290,3 +291,15 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Free spare memory. Batches that the loop has received stay valid."""
+
+
+class EngineDevice(Device, Protocol):
+    """A device that has an ``engine_driver``."""
+
+    def row_reads(self, stores: Mapping[int, Store]) -> RowReads:
+        """Return how an engine queues reads of rows by the device itself.
+
+        Args:
+            stores: Stores that the device reaches, at least one, by their positions in a batch.
+        """
+        ...

@@ -17,17 +17,20 @@ each other on every multiprocessor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-MAX_TABLES = 8
-"""Largest number of tables in one launch."""
+from pinfeed.native.row_reads import MAX_TABLES, KernelLaunch, RowReads, Table, sort_shift
+from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.store import row_nbytes
+
+T = TypeVar("T")
+
 THICK = 512
 """Threads of a thick block."""
 THIN = 32
@@ -65,6 +68,18 @@ struct Place {
     }
 };
 
+// A row index whose place is not its position among the indices.
+struct Pair {
+    int row, place;
+};
+
+__device__ long long row_of(int row) { return row; }
+__device__ long long row_of(long long row) { return row; }
+__device__ long long row_of(Pair pair) { return pair.row; }
+__device__ unsigned place_of(int, unsigned position) { return position; }
+__device__ unsigned place_of(long long, unsigned position) { return position; }
+__device__ unsigned place_of(Pair pair, unsigned) { return pair.place; }
+
 // Row indices are known to be in range. Another stream may change rows during a gather; pinfeed
 // then does not use the gathered values.
 template <typename Word, typename Index>
@@ -73,7 +88,6 @@ __device__ void gather_rows(const Index* __restrict__ rows, unsigned n_rows, con
     const unsigned n_words = table.row_nbytes / sizeof(Word), n_threads = gridDim.x * N_THREADS;
     const unsigned first = blockIdx.x * N_THREADS + threadIdx.x;
     Place place = {first / n_words, first % n_words}, ahead = place;
-    Word* packed = (Word*)table.packed + first;
     // Row indices are read one round ahead. Otherwise, each round trip over the link would begin
     // only after a read of device memory.
     Index next[IN_FLIGHT];
@@ -85,22 +99,24 @@ __device__ void gather_rows(const Index* __restrict__ rows, unsigned n_rows, con
 #pragma unroll 1
     while (place.row < n_rows) {
         Word words[IN_FLIGHT];
-        bool is_row[IN_FLIGHT];
+        Word* targets[IN_FLIGHT];
 #pragma unroll
         for (unsigned k = 0; k < IN_FLIGHT; k++) {
-            const char* row = table.rows + (long long)next[k] * table.row_nbytes;
-            is_row[k] = place.row < n_rows;
-            if (is_row[k])
+            targets[k] = nullptr;
+            if (place.row < n_rows) {
+                const char* row = table.rows + row_of(next[k]) * table.row_nbytes;
+                const size_t to = place_of(next[k], place.row);
+                targets[k] = (Word*)(table.packed + to * table.row_nbytes) + place.word;
                 words[k] = __ldcs((const Word*)row + place.word);
+            }
             place.advance(n_threads, n_words);
             next[k] = rows[min(ahead.row, n_rows - 1)];
             ahead.advance(n_threads, n_words);
         }
 #pragma unroll
         for (unsigned k = 0; k < IN_FLIGHT; k++)
-            if (is_row[k])
-                __stcs(packed + k * n_threads, words[k]);
-        packed += IN_FLIGHT * n_threads;
+            if (targets[k])
+                __stcs(targets[k], words[k]);
     }
 }
 
@@ -134,23 +150,32 @@ __device__ void scatter_rows(const Index* __restrict__ rows, unsigned n_rows, co
     }
 }
 
-#define KERNEL(name, width, Word, bits, Index) \
-    extern "C" __global__ void name##_rows_##width##_int##bits(const Moves<Index> moves) \
+#define KERNEL(name, width, Word, kind, Index) \
+    extern "C" __global__ void name##_rows_##width##_##kind(const Moves<Index> moves) \
     { \
         _Pragma("unroll 1") for (unsigned k = 0; k < moves.n_tables; k++) \
             name##_rows<Word>(moves.rows, moves.n_rows, moves.tables[k]); \
     }
 #define KERNELS(width, Word) \
-    KERNEL(gather, width, Word, 32, int) \
-    KERNEL(gather, width, Word, 64, long long) \
-    KERNEL(scatter, width, Word, 32, int) \
-    KERNEL(scatter, width, Word, 64, long long)
+    KERNEL(gather, width, Word, int32, int) \
+    KERNEL(gather, width, Word, int64, long long) \
+    KERNEL(scatter, width, Word, int32, int) \
+    KERNEL(scatter, width, Word, int64, long long)
 
 KERNELS(16, uint4)
 KERNELS(8, uint2)
 KERNELS(4, unsigned int)
 KERNELS(2, unsigned short)
 KERNELS(1, unsigned char)
+
+// In thin blocks, these would spill registers.
+#ifdef PAIRED
+KERNEL(gather, 16, uint4, pair, Pair)
+KERNEL(gather, 8, uint2, pair, Pair)
+KERNEL(gather, 4, unsigned int, pair, Pair)
+KERNEL(gather, 2, unsigned short, pair, Pair)
+KERNEL(gather, 1, unsigned char, pair, Pair)
+#endif
 """
 KERNELS: dict[tuple[str, int, int], str] = {
     (name, width, nbytes): f"{name}_rows_{width}_int{8 * nbytes}"
@@ -159,6 +184,8 @@ KERNELS: dict[tuple[str, int, int], str] = {
     for nbytes in (4, 8)
 }
 """Names of the kernels by direction, bytes of a word, and bytes of a row index."""
+PAIRED: dict[int, str] = {width: f"gather_rows_{width}_pair" for width in _WIDTHS}
+"""Names of the kernels of thick blocks that gather by pairs of a row and its place."""
 
 _MOVES = np.dtype(
     [
@@ -201,7 +228,13 @@ def options(n_threads: int) -> tuple[str, ...]:
         f"-DN_THREADS={n_threads}",
         f"-DIN_FLIGHT={n_in_flight}",
         f"--maxrregcount={n_registers}",
+        *(["-DPAIRED"] if n_threads == THICK else []),
     )
+
+
+def names_of(n_threads: int) -> list[str]:
+    """Return the names of the kernels for blocks of ``n_threads``."""
+    return [*KERNELS.values(), *(PAIRED.values() if n_threads == THICK else ())]
 
 
 @dataclass(frozen=True)
@@ -217,11 +250,6 @@ class Move:
     table: int
     packed: int
     row_nbytes: int
-
-    @property
-    def width(self) -> int:
-        """Width of the widest word that divides both addresses and the row, in bytes."""
-        return word_width(self.table | self.packed | self.row_nbytes)
 
 
 @dataclass(frozen=True)
@@ -262,11 +290,25 @@ def launches(rows: DeviceIndices, moves: Sequence[Move], grid: Grid) -> Iterator
         moves: Moves of these rows, one for each table.
         grid: Blocks of each launch.
     """
-    by_width = attrgetter("width")
-    for width, of_width in groupby(sorted(moves, key=by_width, reverse=True), by_width):
-        tables = list(of_width)
-        for i in range(0, len(tables), MAX_TABLES):
-            yield from _launches(rows, tables[i : i + MAX_TABLES], width, grid)
+    for width, group in _by_width(moves, lambda move: move.table | move.packed | move.row_nbytes):
+        yield from _launches(rows, group, width, grid)
+
+
+def _by_width(tables: Iterable[T], divisible: Callable[[T], int]) -> Iterator[tuple[int, list[T]]]:
+    """Yield the bytes of a word, and tables that one launch moves by such words.
+
+    Args:
+        tables: The tables.
+        divisible: Returns a number for each table that its words divide.
+    """
+
+    def width(table: T) -> int:
+        return word_width(divisible(table))
+
+    for found, of_width in groupby(sorted(tables, key=width, reverse=True), width):
+        group = list(of_width)
+        for i in range(0, len(group), MAX_TABLES):
+            yield found, group[i : i + MAX_TABLES]
 
 
 def _launches(
@@ -303,9 +345,32 @@ class RowKernels:
 
     def __init__(self, index: int) -> None:
         self.modules = {
-            n_threads: CudaModule(index, SOURCE, options(n_threads), KERNELS.values())
+            n_threads: CudaModule(index, SOURCE, options(n_threads), names_of(n_threads))
             for n_threads in _LIMITS
         }
+
+    def reads(self, stores: Mapping[int, PinnedStore], grid: Grid) -> RowReads:
+        """Return how an engine queues gathers of the rows of stores.
+
+        Args:
+            stores: Stores in page-locked memory, by their positions in a batch.
+            grid: Blocks of each launch.
+        """
+        tables = [
+            Table(store.array.ctypes.data, row_nbytes(store), k) for k, store in stores.items()
+        ]
+        n_rows = max(store.n_rows for store in stores.values())
+        index_nbytes = 4 if n_rows < 1 << 31 else 8
+        shift = -1
+        if grid.n_threads == THICK:
+            shift = sort_shift(n_rows, max(table.row_nbytes for table in tables))
+        found = []
+        # The rows of a batch begin at addresses that every word divides.
+        for width, group in _by_width(tables, lambda table: table.address | table.row_nbytes):
+            name = KERNELS["gather", width, index_nbytes] if shift < 0 else PAIRED[width]
+            kernel = self.modules[grid.n_threads].kernels[name].kernel.ptr
+            found.append(KernelLaunch(kernel, *grid, width, group))
+        return RowReads(index_nbytes, shift, found)
 
     def move(
         self,

@@ -75,12 +75,12 @@ PF_API int64_t pf_api_engine_open(const int64_t *a)
     return (intptr_t)engine;
 }
 
-/* Arguments: engine, driver, side stream, number of slots, and the staging memory of each. Returns
- * 0 or an error of the driver. */
+/* Arguments: engine, driver, side stream, rows that the GPU reads itself, number of slots, and the
+ * staging memory of each. Returns 0 or an error of the driver. */
 PF_API int64_t pf_api_engine_use_driver(const int64_t *a)
 {
-    return pf_engine_use_driver(pointer(a[0]), pointer(a[1]), pointer(a[2]), (uint32_t)a[3],
-                                (char *const *)(a + 4));
+    return pf_engine_use_driver(pointer(a[0]), pointer(a[1]), pointer(a[2]), (uint32_t)a[4],
+                                (char *const *)(a + 5), pointer(a[3]));
 }
 
 /* Arguments: engine, number of threads. */
@@ -91,7 +91,7 @@ PF_API int64_t pf_api_engine_start(const int64_t *a)
 }
 
 /* Arguments: engine, row indices, first row, rows to gather, stream of the loop, number of sources,
- * where the rows of each source go, and with a driver where they go on the GPU. */
+ * where the rows of each source go, and with a driver where each part goes on the GPU. */
 PF_API int64_t pf_api_engine_submit(const int64_t *a)
 {
     return pf_engine_submit(pointer(a[0]), pointer(a[1]), a[2], a[3], pointer(a[4]), a + 6,

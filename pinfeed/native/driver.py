@@ -21,6 +21,7 @@ _SYMBOLS = {
     "query": "cuEventQuery",
     "sync": "cuEventSynchronize",
     "copy": "cuMemcpyAsync",
+    "launch": "cuLaunchKernel",
 }
 """Name of each call in the driver, in the order of ``pf_driver`` in pinfeed.h."""
 

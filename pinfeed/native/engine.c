@@ -13,6 +13,9 @@
  * pieces are gathered: the thread that ends a piece also queues the copies, and calls the driver
  * itself. No Python runs between two requests of the loop.
  *
+ * The GPU may read some rows itself (see read.c). Then a job gathers its row indices like rows, and
+ * the last thing that is queued for it is the reads.
+ *
  *     the thread of the loop              any thread: one of the engine, or the loop that waits
  *
  *     submit: released = record(compute)
@@ -22,6 +25,7 @@
  *                                         send, one thread at a time, in the order of jobs:
  *                                                 wait(side, released)                       (2)
  *                                                 copy(staging -> device, side)
+ *                                                 read(store -> device, side)  direct route
  *                                                 copied = record(side)
  *                                                 state = ENDED
  *     wait:   takes pieces until ENDED
@@ -121,6 +125,7 @@ struct job {
     _Atomic uint32_t gate;  /* whether its staging memory may be written */
     _Atomic int32_t failed; /* 1 + the number of a source that could not be read; 0 for none */
     _Atomic int32_t error;  /* of the driver; 0 for none */
+    _Atomic uint32_t is_mixed; /* whether the rows do not follow each other */
     uint32_t n_pieces;
     const int64_t *rows;
     int64_t first;
@@ -132,7 +137,7 @@ struct job {
     struct slot *slot;
     int64_t *offsets;      /* where the rows of each source begin in the slot */
     int64_t *nbytes;       /* of the rows of each source */
-    char **devices;        /* where they go on the GPU */
+    char **devices;        /* where they go on the GPU, and the rows that the GPU reads itself */
     uint32_t n_sent;       /* pieces whose copies are queued; the sender's */
     _Atomic uint8_t *done; /* by piece */
     uint32_t n_done;       /* room in `done` */
@@ -146,7 +151,9 @@ struct source {
 struct pf_engine {
     const struct pf_driver *driver; /* NULL if batches are in host memory */
     void *side;                     /* stream of the copies */
+    const struct pf_read *read;     /* rows that the GPU reads itself; NULL for none */
     int n_sources;
+    size_t n_devices; /* parts of a job on the GPU */
     int n_threads;
     int bypass;
     int may_fail; /* whether a source has mapped files */
@@ -234,6 +241,11 @@ static void gather_piece(const struct pf_engine *engine, struct job *job, int64_
     int64_t begin, end;
     const int k = source_of_piece(engine, job, piece, &begin, &end);
     const struct pf_source *rows = &engine->sources[k].rows;
+    if (!rows->n_parts) {
+        if (!pf_stage_indices(engine->read, job->rows, job->first, begin, end, job->outs[k]))
+            atomic_store(&job->is_mixed, 1);
+        return;
+    }
     const struct pf_rows target = {.base = job->outs[k], .n = job->n, .stride = rows->row_nbytes};
     if (pf_copy_guarded(rows, job->rows, job->first, &target, NULL, begin, end, engine->bypass))
         note(&job->failed, k + 1);
@@ -283,6 +295,14 @@ static int send_job(const struct pf_engine *engine, struct job *job)
     job->n_sent = n;
     if (!is_whole)
         return 0;
+    /* Row indices that have not arrived may be any numbers. */
+    if (engine->read && !atomic_load(&job->error)) {
+        const int64_t start = atomic_load(&job->is_mixed) ? -1
+                              : job->rows && job->n      ? job->rows[0]
+                                                         : job->first;
+        note(&job->error,
+             pf_read_rows(driver, engine->side, engine->read, start, job->n, job->devices));
+    }
     note(&job->error, driver->record(slot->copied, engine->side));
     end_job(engine, job);
     return 1;
@@ -427,11 +447,11 @@ static int allocate(struct pf_engine *engine, const struct pf_source *sources)
         return -1;
     for (int k = 0; k < engine->n_sources; k++) {
         struct source *const source = &engine->sources[k];
-        const size_t nbytes = (size_t)sources[k].n_parts * sizeof *sources[k].parts;
-        struct pf_rows *const parts = malloc(nbytes);
+        const size_t n_parts = (size_t)sources[k].n_parts;
+        struct pf_rows *const parts = calloc(n_parts + 1, sizeof *parts);
         if (!parts)
             return -1;
-        memcpy(parts, sources[k].parts, nbytes);
+        memcpy(parts, sources[k].parts, n_parts * sizeof *parts);
         source->rows = sources[k];
         source->rows.parts = parts;
         const int64_t row_nbytes = sources[k].row_nbytes;
@@ -445,8 +465,7 @@ static int allocate(struct pf_engine *engine, const struct pf_source *sources)
         job->outs = calloc(n, sizeof *job->outs);
         job->offsets = calloc(n, sizeof *job->offsets);
         job->nbytes = calloc(n, sizeof *job->nbytes);
-        job->devices = calloc(n, sizeof *job->devices);
-        if (!job->outs || !job->offsets || !job->nbytes || !job->devices)
+        if (!job->outs || !job->offsets || !job->nbytes)
             return -1;
     }
     return 0;
@@ -473,7 +492,7 @@ struct pf_engine *pf_engine_open(int n_sources, const struct pf_source *sources,
 }
 
 int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *driver, void *side,
-                         uint32_t n_slots, char *const *staging)
+                         uint32_t n_slots, char *const *staging, const struct pf_read *read)
 {
     int error = 0;
     engine->slots = calloc(n_slots, sizeof *engine->slots);
@@ -482,6 +501,17 @@ int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *drive
     engine->driver = driver;
     engine->side = side;
     engine->n_slots = n_slots;
+    engine->read = read;
+    engine->n_devices = (size_t)engine->n_sources + (read ? (size_t)read->n_tables : 0);
+    for (uint32_t i = 0; i < engine->n_places; i++) {
+        engine->jobs[i].devices = calloc(engine->n_devices, sizeof(char *));
+        if (!engine->jobs[i].devices)
+            return PF_OUT_OF_MEMORY;
+    }
+    /* One thread sorts all row indices of a job. */
+    for (int k = 0; k < engine->n_sources; k++)
+        if (!engine->sources[k].rows.n_parts && read->shift >= 0)
+            engine->sources[k].rows_per_piece = INT64_MAX / 2;
     struct pf_scope scope = pf_enter(engine->driver);
     for (uint32_t i = 0; i < n_slots && !error; i++) {
         struct slot *slot = &engine->slots[i];
@@ -557,7 +587,7 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
         engine->next_slot = (engine->next_slot + 1) % engine->n_slots;
         staging = job->slot->staging;
         memcpy(job->offsets, outs, (size_t)engine->n_sources * sizeof *outs);
-        memcpy(job->devices, devices, (size_t)engine->n_sources * sizeof *devices);
+        memcpy(job->devices, devices, (size_t)engine->n_devices * sizeof *devices);
     }
     for (int k = 0; k < engine->n_sources; k++) {
         job->outs[k] = (char *)((intptr_t)staging + outs[k]);
@@ -566,6 +596,7 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
     atomic_store(&job->unfinished, job->n_pieces);
     atomic_store(&job->failed, 0);
     atomic_store(&job->error, 0);
+    atomic_store(&job->is_mixed, 0);
     const int is_closed = engine->driver && prepare_copies(engine, job, compute);
     atomic_store(&job->gate, is_closed && n_pieces ? CLOSED : OPEN); /* (a) */
     job->begin_s = job->end_s = now_s();

@@ -7,9 +7,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from pinfeed.errors import ClosedError
 from pinfeed.native.library import Library, library, packing
 from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.native.row_reads import StagedIndices
 from pinfeed.threads.exit import current_owner, exit_hook
 
 _pack_wait = packing(4)
@@ -67,8 +71,12 @@ class Staged(NamedTuple):
     """Handle of the stream of the copies."""
     slots: Sequence[int]
     """Address of the page-locked staging memory of each slot; the jobs use them in turn."""
+    n_parts: int
+    """Number of parts of a job on the device."""
     owner: object
     """Object that keeps this memory alive."""
+    read: npt.NDArray[np.int64] | None = None
+    """Rows that the device reads itself; see ``RowReads.description``."""
 
 
 class Engine:
@@ -79,7 +87,7 @@ class Engine:
     off the loop, because its threads would write into memory of others.
 
     Args:
-        sources: Rows that every job gathers.
+        sources: Rows that every job gathers, or row indices for the device.
         n_threads: Number of threads.
         n_jobs: Maximum number of jobs for which ``wait`` has not returned.
         ring_at: Number of jobs with rows to gather at which sleeping threads are woken; the waiting
@@ -93,7 +101,7 @@ class Engine:
 
     def __init__(
         self,
-        sources: Sequence[MemoryRows],
+        sources: Sequence[MemoryRows | StagedIndices],
         *,
         n_threads: int,
         n_jobs: int,
@@ -123,7 +131,8 @@ class Engine:
         self._driver = None if staged is None else staged.driver
         if staged is not None:
             slots = staged.slots
-            request = (self._engine, staged.driver.address, staged.side, len(slots), *slots)
+            read = 0 if staged.read is None else staged.read.ctypes.data
+            request = (self._engine, staged.driver.address, staged.side, read, len(slots), *slots)
             if error := found.use_driver(packing(len(request))(*request)):
                 staged.driver.raise_error(error)
         self.result = Result()
@@ -134,7 +143,8 @@ class Engine:
         self._n_waited = 0
         self._is_shut = False
         self._n_sources = len(sources)
-        self._pack_submit = packing(6 + len(sources) * (1 if staged is None else 2))
+        n_devices = 0 if staged is None else staged.n_parts
+        self._pack_submit = packing(6 + len(sources) + n_devices)
         self._reference = weakref.ref(self)
         if n_threads:
             exit_hook.pools.add(self._reference)
@@ -170,7 +180,8 @@ class Engine:
             outs: For each source, the address of its rows in the batch, or, if the job moves to a
                 device, their offset in staging memory, in ascending order.
             memory: Objects on whose memory the row indices and the batch are.
-            devices: For each source, the address of its rows on the device.
+            devices: Address on the device of the rows of each source, and then of each table that
+                the device reads itself.
             stream: Handle of the stream whose later work may use this memory.
 
         Raises:

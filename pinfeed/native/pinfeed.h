@@ -4,6 +4,7 @@
  * guard.c    survives pages that cannot be loaded while rows are copied
  * engine.c   threads that gather the rows of the next batches, and move them to a GPU
  * move.c     batches that the loop's thread has, on their way to a GPU
+ * read.c     rows in page-locked memory, which the GPU reads itself
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
  * distinct.c distinct row indices
@@ -90,6 +91,8 @@ struct pf_driver {
     int (*query)(void *event);                            /* cuEventQuery */
     int (*sync)(void *event);                             /* cuEventSynchronize */
     int (*copy)(void *to, const void *from, size_t nbytes, void *stream); /* cuMemcpyAsync */
+    int (*launch)(void *kernel, unsigned n_blocks, unsigned, unsigned, unsigned n_threads, unsigned,
+                  unsigned, unsigned, void *stream, void **arguments, void **); /* cuLaunchKernel */
 };
 
 enum {
@@ -100,10 +103,12 @@ enum {
 };
 
 struct pf_engine;
+struct pf_read;
 
 /* Returns an engine without threads, or NULL if memory is missing.
  *
- * sources: the rows that every job gathers
+ * sources: the rows that every job gathers; one without parts stands for the row indices of the
+ *     job, in the format of `read`
  * n_places: most jobs that have not ended, or that the loop has not waited for
  * ring_at: jobs with pieces to take at which sleeping threads are woken; the loop gathers fewer
  *     itself, when it needs them
@@ -116,9 +121,10 @@ struct pf_engine *pf_engine_open(int n_sources, const struct pf_source *sources,
  * side: the stream of the copies
  * n_slots: number of slots; the jobs use them in turn
  * staging: page-locked memory of each slot
+ * read: the rows that the GPU reads itself, which the caller keeps; NULL for none
  * Returns 0 or an error of the driver. */
 int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *driver, void *side,
-                         uint32_t n_slots, char *const *staging);
+                         uint32_t n_slots, char *const *staging, const struct pf_read *read);
 
 /* Starts as many of `n_threads` threads as the system permits. Without any, only the loop
  * gathers. */
@@ -131,7 +137,8 @@ void pf_engine_start(struct pf_engine *engine, int n_threads);
  * compute: with a driver, the stream whose later work may use the memory of the job on the GPU
  * outs: where the rows of each source go: addresses, or with a driver ascending offsets in the
  *     slot's staging memory
- * devices: with a driver, where they go on the GPU */
+ * devices: with a driver, where they go on the GPU, and after them where the rows of each table go
+ *     that the GPU reads itself */
 int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t first, int64_t n,
                          void *compute, const int64_t *outs, char *const *devices);
 
@@ -222,6 +229,71 @@ int pf_move(const struct pf_move *move);
  *
  * is_idle: receives whether the GPU had done all work queued before the event `released` */
 int pf_receive(const struct pf_move *move, int *is_idle);
+
+/* read.c */
+
+#define PF_MOST_TABLES 8
+
+/* Rows in page-locked memory. */
+struct pf_table {
+    char *rows;
+    int64_t row_nbytes;
+    int64_t part; /* position among the parts of a job on the GPU */
+};
+
+/* A kernel, and the tables whose rows one launch reads (pinfeed/devices/kernels.py). */
+struct pf_launch {
+    void *kernel;
+    int64_t n_blocks;  /* most blocks */
+    int64_t n_threads; /* threads of a block */
+    int64_t width;     /* bytes of a word */
+    int64_t n_tables;
+    struct pf_table tables[PF_MOST_TABLES];
+};
+
+/* Rows that the GPU reads itself, by row indices in its own memory. */
+struct pf_read {
+    int64_t index_nbytes; /* 4 or 8 */
+    int64_t shift; /* -1; or indices are pairs of a row and its place, sorted by row >> shift */
+    int64_t part;  /* position of the row indices among the parts of a job on the GPU */
+    int64_t n_tables; /* of all launches together */
+    int64_t n_launches;
+    struct pf_launch launches[];
+};
+
+/* A row index, and the place of its row in the batch. */
+struct pf_pair {
+    int32_t row;
+    int32_t place;
+};
+
+/* The argument of the kernels. */
+struct pf_moves {
+    const void *indices;
+    uint32_t n_rows;
+    uint32_t n_tables;
+    struct {
+        char *rows;
+        char *packed;
+        uint32_t row_nbytes;
+    } tables[PF_MOST_TABLES];
+};
+
+/* Distinct values of row >> shift. */
+#define PF_MOST_BUCKETS 4096
+
+/* Writes the row indices [begin, end) of a job where they are staged; all of them if they are
+ * sorted. Returns whether they are the rows from the first one of the job on. */
+int pf_stage_indices(const struct pf_read *read, const int64_t *rows, int64_t first, int64_t begin,
+                     int64_t end, char *staged);
+
+/* Queues reads of the rows of a job, whose row indices are on the GPU. Returns 0 or an error of
+ * the driver.
+ *
+ * start: first row, if the rows follow each other, which needs no kernel; -1 otherwise
+ * devices: where the parts of the job go on the GPU */
+int pf_read_rows(const struct pf_driver *driver, void *stream, const struct pf_read *read,
+                 int64_t start, int64_t n, char *const *devices);
 
 /* shuffle.c */
 

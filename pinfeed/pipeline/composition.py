@@ -277,12 +277,8 @@ def _rows_mover(
         # A batch may need values that were written after its rows were gathered.
         return None
     driver = mover.device.engine_driver
-    # A timeline has timed events, and the device reads some rows itself.
-    if (
-        driver is None
-        or mover.counters.timeline is not None
-        or any(map(mover.device.reaches, source.stores))
-    ):
+    # A timeline has timed events.
+    if driver is None or mover.counters.timeline is not None:
         return None
     return DeviceRows(mover, driver)
 

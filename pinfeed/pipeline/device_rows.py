@@ -11,16 +11,24 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from pinfeed.devices.device import Device, Tensor
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.devices.device import EngineDevice, Tensor
 from pinfeed.devices.layout import RowLayout
 from pinfeed.native.engine import Driver, Engine, Staged
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.pipeline.job_memory import JobMemory
+from pinfeed.native.row_reads import RowReads, StagedIndices
+from pinfeed.pipeline.job_memory import JobMemory, JobParts
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.store import Store
+
+# Stands for the row indices among the positions of stores.
+_INDICES = -1
 
 
 class DeviceRows:
@@ -40,22 +48,65 @@ class DeviceRows:
         self.transfer = transfer
         """Mover of the feeder, which also writes rows back."""
         self._driver = driver
-        self.device: Device = transfer.device
+        self.device: EngineDevice = transfer.device
         self.counters = transfer.counters
         self.engine: Engine
         """Engine of the loop, which sets this."""
         self._slots: Sequence[DeviceSlot] = ()
+        # Position of the row indices that the device needs among the parts of a job; None if the
+        # engine gathers all rows.
+        self._index_part: int | None = None
+        self._read: npt.NDArray[np.int64] | None = None
+        self._n_parts = self._n_sources = 0
 
     def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
         """Begin a loop, and return the slots that it uses."""
         self._slots = self.transfer.begin(schedule)
         return self._slots
 
-    def staged(self, nbytes: int) -> Staged:
-        """Return how the jobs move; each slot has page-locked memory for ``nbytes`` bytes."""
+    def arrange(self, stores: Sequence[Store], memory_rows: Sequence[MemoryRows]) -> JobParts:
+        """Return the parts of each job; short rows come first, because small parts share memory.
+
+        Args:
+            stores: Stores of the rows.
+            memory_rows: Rows of each store, in memory.
+        """
+        reached = {k: store for k, store in enumerate(stores) if self.device.reaches(store)}
+        sources: dict[int, MemoryRows | StagedIndices] = dict(enumerate(memory_rows))
+        types = {k: (store.row_shape, store.dtype) for k, store in enumerate(stores)}
+        reads: RowReads | None = None
+        if reached:
+            reads = self.device.row_reads(reached)
+            sources[_INDICES] = reads.indices
+            types[_INDICES] = reads.indices.row_type
+        # What the engine gathers comes before the rows that the device reads itself.
+        order = sorted(sources, key=lambda k: (k in reached, sources[k].row_nbytes))
+        self._n_parts = len(order)
+        self._n_sources = len(order) - len(reached)
+        self._index_part = None
+        self._read = None
+        if reads is not None:
+            self._index_part = order.index(_INDICES)
+            self._read = reads.description(lambda table: order.index(table.store), self._index_part)
+        places = [order.index(k) for k in range(len(stores))]
+        return JobParts(
+            [sources[k] for k in order[: self._n_sources]],
+            [types[k] for k in order],
+            None if places == list(range(len(order))) else places,
+        )
+
+    def staged(self, layout: RowLayout) -> Staged:
+        """Return how the jobs move, of which none is larger than ``layout``."""
+        nbytes = [*layout.offsets, layout.nbytes][self._n_sources]
         staging = [self.transfer.staging_of(slot, nbytes) for slot in self._slots]
-        addresses = [memory.ctypes.data for memory in staging]
-        return Staged(self._driver, self.transfer.read_stream.handle, addresses, staging)
+        return Staged(
+            self._driver,
+            self.transfer.read_stream.handle,
+            [memory.ctypes.data for memory in staging],
+            self._n_parts,
+            staging,
+            self._read,
+        )
 
     def allocate_rows(self, layout: RowLayout, batch: HostBatch, slot: Any) -> JobMemory:
         """Allocate the memory of a job (consumer)."""
@@ -66,6 +117,8 @@ class DeviceRows:
         compute = self.device.current_stream()
         slot.compute = compute
         wholes, _ = self.device.empty_parts(layout, compute)
+        # The stream of the loop may change before it waits for the reads of the indices.
+        slot.indices = [] if self._index_part is None else [wholes[self._index_part]]
         addresses = list(map(self.device.address, wholes))
         if len(batch.batches) == 1:
             tensors = deque([wholes])
@@ -73,7 +126,8 @@ class DeviceRows:
             sizes = [n for n, _ in batch.batches]
             cut = [self.device.split(whole, sizes) for whole in wholes]
             tensors = deque(map(list, zip(*cut, strict=True)))
-        return JobMemory(tensors, layout.offsets, wholes, addresses, compute.handle)
+        offsets = layout.offsets[: self._n_sources]
+        return JobMemory(tensors, offsets, wholes, addresses, compute.handle)
 
     def stream_handle(self) -> int:
         """Return the handle of the consumer's current stream."""
@@ -86,7 +140,7 @@ class DeviceRows:
     def lend(self, slot: Any) -> deque[list[Tensor]]:
         """Return the tensors of each of the slot's batches (consumer)."""
         if self.device.current_stream() != slot.compute:
-            self._share(slot, slot.batch_tensors)
+            self._share(slot, [*slot.batch_tensors, slot.indices])
         tensors: deque[list[Tensor]] = slot.batch_tensors
         return tensors
 

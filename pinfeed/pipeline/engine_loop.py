@@ -23,7 +23,7 @@ from pinfeed.native.engine import Engine
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.job_memory import row_layout
+from pinfeed.pipeline.job_memory import JobParts
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.row_source import RowSource, new_row_group
@@ -31,6 +31,7 @@ from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import sizes
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.store import row_nbytes
 
 # Waking a thread takes 10 to 50 us, in which it would copy about as many bytes.
 _WAKE_BYTES = 256 << 10
@@ -74,17 +75,14 @@ class EngineLoop(Loop):
         schedule = parts.schedule
         self._slot_rows = schedule.batches_per_slot * batch_size
         # The user may give an array another shape while the loop runs.
-        row_types = [(store.row_shape, store.dtype) for store in source.stores]
-        order = list(range(len(row_types)))
+        stores = source.stores
         if isinstance(self._mover, DeviceRows):
-            # Short rows come first, because small parts share memory of the device.
-            order = sorted(order, key=lambda k: memory_rows[k].row_nbytes)
-        self._memory_rows: Sequence[MemoryRows] = [memory_rows[k] for k in order]
-        self._row_types = [row_types[k] for k in order]
-        # Position of each store's rows in this order; None if it is that of the stores.
-        is_sorted = order == list(range(len(row_types)))
-        self._places = None if is_sorted else [order.index(k) for k in range(len(row_types))]
-        self._full = row_layout(self._row_types, self._slot_rows)
+            self._job = self._mover.arrange(stores, memory_rows)
+        else:
+            row_types = [(store.row_shape, store.dtype) for store in stores]
+            self._job = JobParts(memory_rows, row_types)
+        self._full = self._job.layout(self._slot_rows)
+        self._row_nbytes = sum(map(row_nbytes, stores))
         self._full_sizes = sizes(self._slot_rows, batch_size)
         # Slots that the engine is filling, each with the number of its job, in order.
         self._copying: deque[tuple[Slot, int]] = deque()
@@ -107,14 +105,15 @@ class EngineLoop(Loop):
                 self._drawn = self.threads.reader.submit(self._draw_span)
                 self._take_span = self._take_drawn
         n_slots = len(self._free)
-        nbytes = self._full.nbytes_of_rows
+        # Bytes that the threads gather for a slot.
+        nbytes = self._slot_rows * self._job.staged_nbytes
         # One gathered slot should be left when the threads are woken.
         ring_at = min(-(-_WAKE_BYTES // max(1, nbytes)), max(1, n_slots - 1))
         # Tiny slots are gathered in less time than a thread takes to wake up.
         self._is_tiny = n_slots * nbytes <= _TINY_BYTES
-        staged = mover.staged(self._full.nbytes) if isinstance(mover, DeviceRows) else None
+        staged = mover.staged(self._full) if isinstance(mover, DeviceRows) else None
         self.threads.engine = self._engine = Engine(
-            self._memory_rows,
+            self._job.sources,
             n_threads=0 if staged is not None and self._is_tiny else n_threads,
             n_jobs=n_slots,
             ring_at=n_slots + 1 if self._is_tiny else ring_at,
@@ -143,7 +142,9 @@ class EngineLoop(Loop):
         slot.ready_s = result.end_s
         slot.read_s = result.end_s - result.begin_s
         if result.failed:
-            self._fail(slot, self._memory_rows[result.failed - 1])
+            failed = self._job.sources[result.failed - 1]
+            assert isinstance(failed, MemoryRows)
+            self._fail(slot, failed)
         return slot
 
     def _next_recorded(self, timeline: Timeline) -> Slot | None:
@@ -164,16 +165,16 @@ class EngineLoop(Loop):
         n = min(self._slot_rows, len(self._span) - begin)
         is_full = n == self._slot_rows
         slot = self._free[0]
-        layout = self._full if is_full else row_layout(self._row_types, n)
+        layout = self._full if is_full else self._job.layout(n)
         source = self._source
         group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
         batches = self._full_sizes if is_full else sizes(n, self._batch_size)
         slot.batch = batch = HostBatch((), source.rebuild, batches, [group])
         memory = self._mover.allocate_rows(layout, batch, slot)
         slot.batch_tensors = memory.tensors
-        if (places := self._places) is not None:
+        if (places := self._job.places) is not None:
             slot.batch_tensors = deque([tensors[k] for k in places] for tensors in memory.tensors)
-        slot.nbytes = layout.nbytes_of_rows
+        slot.nbytes = n * self._row_nbytes
         job = self._engine.submit(
             self._address + 8 * begin,
             n,
@@ -233,5 +234,6 @@ class EngineLoop(Loop):
         super()._forget_slots()
         # The engine keeps what its threads still use.
         self._copying.clear()
-        self._store_rows = self._memory_rows = ()
+        self._store_rows = ()
+        self._job = JobParts((), ())
         self._span = np.empty(0, np.int64)

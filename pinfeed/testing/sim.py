@@ -19,7 +19,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ import numpy.typing as npt
 from pinfeed.devices.device import RowCopy
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.native.library import library
+from pinfeed.native.row_reads import KernelLaunch, RowReads, Table
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
-from pinfeed.stores.store import Store, run_of
-from pinfeed.testing.sim_driver import SimDriver, SimEngineThread
+from pinfeed.stores.store import Store, row_nbytes, run_of
+from pinfeed.testing.sim_driver import PAIRS, SimDriver, SimEngineThread
 from pinfeed.testing.sim_streams import (
     Array,
     DeviceArray,
@@ -223,6 +224,17 @@ class SimDevice:
 
     def reaches(self, source: UnreadPart | Store) -> bool:
         return self._direct
+
+    def row_reads(self, stores: Mapping[int, Any]) -> RowReads:
+        tables = []
+        for k, store in stores.items():
+            self._pinned[id(store.array)] = store.array
+            tables.append(Table(store.array.ctypes.data, row_nbytes(store), k))
+        # Rows of a long table are read in the order of groups of 4 rows, others in their own.
+        n_rows = max(store.n_rows for store in stores.values())
+        kernel, shift = (PAIRS, 2) if n_rows > 16 else (4, -1)
+        launches = [KernelLaunch(kernel, 1, 32, 1, [table]) for table in tables]
+        return RowReads(4, shift, launches)
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
         # As on a GPU, consecutive rows need none, nor do no rows.

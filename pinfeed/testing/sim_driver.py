@@ -8,8 +8,12 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pinfeed.native.driver import NOT_READY, DriverTable
 from pinfeed.native.engine import Engine
+from pinfeed.native.row_reads import MAX_TABLES
 from pinfeed.testing.sim_streams import SimEvent, SimStream
 
 if TYPE_CHECKING:
@@ -29,8 +33,33 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "query": [_HANDLE],
     "sync": [_HANDLE],
     "copy": [_HANDLE, _HANDLE, ctypes.c_size_t, _HANDLE],
+    "launch": [_HANDLE, *[ctypes.c_uint] * 7, _HANDLE, ctypes.POINTER(ctypes.c_void_p), _HANDLE],
 }
 """Types of the arguments of each call."""
+
+
+PAIRS = 16
+"""Handle of the kernel that reads rows by pairs; those of the others are the bytes of an index."""
+_ENTRIES: dict[int, Any] = {4: "i4", 8: "i8", PAIRS: [("row", "i4"), ("place", "i4")]}
+
+
+class _SimTable(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_size_t),
+        ("packed", ctypes.c_size_t),
+        ("row_nbytes", ctypes.c_uint32),
+    )
+
+
+class SimMoves(ctypes.Structure):
+    """The argument of the kernels that read rows; see read.c."""
+
+    _fields_ = (
+        ("indices", ctypes.c_size_t),
+        ("n_rows", ctypes.c_uint32),
+        ("n_tables", ctypes.c_uint32),
+        ("tables", _SimTable * MAX_TABLES),
+    )
 
 
 class SimDriver:
@@ -135,13 +164,7 @@ class SimDriver:
         return 0
 
     def _copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
-        pinned = [
-            weakref.ref(memory)
-            for memory in self._device._pinned.values()
-            if 0 <= source - memory.ctypes.data <= memory.nbytes - nbytes
-        ]
-        assert pinned, "asynchronous copy of pageable memory"
-        owner = pinned[0]
+        owner = self._owner(source, nbytes)
 
         def run() -> None:
             assert owner() is not None, "a copy of the engine uses freed host memory"
@@ -149,6 +172,42 @@ class SimDriver:
 
         self._stream(stream)._enqueue(run)
         return 0
+
+    def _launch(self, kernel: int, *arguments: Any) -> int:
+        """Queue a read of rows, with the argument of the kernels of a GPU."""
+        stream, pointers = arguments[7:9]
+        moves = SimMoves.from_buffer_copy(ctypes.string_at(pointers[0], ctypes.sizeof(SimMoves)))
+        tables = moves.tables[: moves.n_tables]
+        owners = [self._owner(table.rows, 1) for table in tables]
+        entry = np.dtype(_ENTRIES[kernel])
+
+        def run() -> None:
+            found = ctypes.string_at(moves.indices, entry.itemsize * moves.n_rows)
+            entries = np.frombuffer(found, entry)
+            places: Any = range(moves.n_rows)
+            if kernel == PAIRS:
+                entries, places = entries["row"], entries["place"]
+            for table, owner in zip(tables, owners, strict=True):
+                rows = owner()
+                assert rows is not None, "a kernel of the engine uses freed host memory"
+                n = rows.nbytes // table.row_nbytes
+                # Numbers that were overwritten become others, which a GPU would not check.
+                for row, place in zip(entries % n, places, strict=True):
+                    to = table.packed + int(place) % moves.n_rows * table.row_nbytes
+                    ctypes.memmove(to, table.rows + int(row) * table.row_nbytes, table.row_nbytes)
+
+        self._stream(stream)._enqueue(run)
+        return 0
+
+    def _owner(self, address: int, nbytes: int) -> weakref.ref[npt.NDArray[Any]]:
+        """Return a reference to the page-locked memory at an address."""
+        pinned = [
+            weakref.ref(memory)
+            for memory in self._device._pinned.values()
+            if 0 <= address - memory.ctypes.data <= memory.nbytes - nbytes
+        ]
+        assert pinned, "the device uses pageable memory"
+        return pinned[0]
 
     def _new_handle(self) -> int:
         handle = next(self._handles)

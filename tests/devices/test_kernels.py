@@ -18,7 +18,7 @@ from support.cuda_compiler import ARCHITECTURES, compiled_for_cpu, compiled_for_
 from pinfeed.devices import kernels
 from pinfeed.devices.kernels import (
     KERNELS,
-    MAX_TABLES,
+    PAIRED,
     SOURCE,
     THICK,
     THIN,
@@ -26,8 +26,16 @@ from pinfeed.devices.kernels import (
     Grid,
     Move,
     launches,
+    names_of,
     options,
+    word_width,
 )
+from pinfeed.native import library as native
+from pinfeed.native import row_reads
+from pinfeed.native.driver import DriverTable
+from pinfeed.native.engine import Engine, Staged
+from pinfeed.native.row_reads import MAX_TABLES
+from pinfeed.stores.array import ArrayStore
 
 RUN = r"""
 template <typename Index>
@@ -36,16 +44,18 @@ static void call(void* kernel, const void* moves)
     ((void (*)(const Moves<Index>))kernel)(*(const Moves<Index>*)moves);
 }
 
-extern "C" long long run(void* kernel, int is_wide, unsigned n_blocks, unsigned n_threads,
+extern "C" long long run(void* kernel, int kind, unsigned n_blocks, unsigned n_threads,
                          const void* moves)
 {
+    void (*const calls[])(void*, const void*) = {call<int>, call<long long>, call<Pair>};
     gridDim.x = n_blocks, blockDim.x = n_threads, n_wrong = 0;
     for (blockIdx.x = 0; blockIdx.x < n_blocks; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < n_threads; threadIdx.x++)
-            (is_wide ? call<long long> : call<int>)(kernel, moves);
+            calls[kind](kernel, moves);
     return n_wrong;
 }
 """
+KINDS = ["int32", "int64", "pair"]
 Run = Callable[[str, int, int, np.ndarray], int]
 """Runs the kernel of a name with blocks, threads of a block, and its argument."""
 
@@ -53,7 +63,8 @@ Run = Callable[[str, int, int, np.ndarray], int]
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a function that runs kernels whose threads have some words in flight."""
-    numbers = (f"MAX_TABLES={MAX_TABLES}", f"IN_FLIGHT={request.param}", "N_THREADS=blockDim.x")
+    numbers = (f"MAX_TABLES={MAX_TABLES}", f"IN_FLIGHT={request.param}")
+    numbers += ("N_THREADS=blockDim.x", "PAIRED=1")
     library = compiled_for_cpu(SOURCE + RUN, tmp_path_factory.mktemp("kernels"), numbers)
     library.run.restype = ctypes.c_longlong
     library.run.argtypes = [
@@ -62,9 +73,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
     def run_kernel(name: str, n_blocks: int, n_threads: int, moves: np.ndarray) -> int:
         kernel = ctypes.cast(library[name], ctypes.c_void_p)
-        found: int = library.run(
-            kernel, name.endswith("64"), n_blocks, n_threads, moves.ctypes.data
-        )
+        kind = KINDS.index(name.rpartition("_")[2])
+        found: int = library.run(kernel, kind, n_blocks, n_threads, moves.ctypes.data)
         return found
 
     return run_kernel
@@ -222,7 +232,7 @@ def test_tables_of_one_word_width_share_a_launch() -> None:
     ],
 )
 def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, width: int) -> None:
-    assert Move(table, packed, row_nbytes).width == width
+    assert word_width(table | packed | row_nbytes) == width
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -232,7 +242,7 @@ def test_they_compile_for_gpus_and_spill_no_register(
 ) -> None:
     """A thick block leaves half of the registers to the model, and a thin one takes 1,024."""
     found = compiled_for_gpu(architecture, SOURCE, options(n_threads))
-    assert sorted(found) == sorted(KERNELS.values())
+    assert sorted(found) == sorted(names_of(n_threads))
     assert max(n for n, _ in found.values()) <= n_registers
     assert max(spilled for _, spilled in found.values()) == 0
 
@@ -295,3 +305,120 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
         for _ in found.move("scatter", 77, indices, moves, grid):
             assert current == [], "another GPU or stream stays current between launches"
         np.testing.assert_array_equal(table[rows], packed)
+
+
+class Launching:
+    """A driver without streams, whose launches run kernels that were compiled for the CPU.
+
+    Args:
+        run: Runs a kernel.
+    """
+
+    def __init__(self, run: Run) -> None:
+        kinds = {
+            "create": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint],
+            "copy": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p],
+            "launch": [
+                *(ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p),
+                *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
+            ],
+        }
+        names = "push pop exchange_capture_mode create destroy record wait query sync copy launch"
+        self._run = run
+        self.names = [*KERNELS.values(), *PAIRED.values()]
+        self.launched: list[str] = []
+        self._functions = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *kinds.get(name, [ctypes.c_void_p] * 2))(
+                getattr(self, f"_{name}", lambda *_: 0)
+            )
+            for name in names.split()
+        }
+        self._table = DriverTable.of(0, self._functions)
+        self.address = self._table.address
+
+    def start(self, engine: Engine, n_threads: int) -> None:
+        engine.start(n_threads)
+
+    def raise_error(self, code: int) -> None:
+        raise AssertionError(f"error {code}")
+
+    def _copy(self, to: int, source: int, nbytes: int, stream: int | None) -> int:
+        ctypes.memmove(to, source, nbytes)
+        return 0
+
+    def _launch(self, kernel: int, *rest: Any) -> int:
+        n_blocks, _, _, n_threads, *_, arguments, _ = rest
+        name = self.names[kernel - 1]
+        self.launched.append(name)
+        moves = np.frombuffer(ctypes.string_at(arguments[0], kernels._MOVES.itemsize), np.uint8)
+        return self._run(name, n_blocks, n_threads, moves.copy())
+
+
+class Module:
+    """Kernels by name, whose handles are numbers."""
+
+    def __init__(self, index: int, source: str, options: Any, names: Any) -> None:
+        self.kernels = {
+            name: types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=1 + i))
+            for i, name in enumerate(names)
+        }
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=SIZES,
+    n_table=st.integers(1, 60),
+    n=st.integers(0, 90),
+    is_run=st.booleans(),
+    is_sorted=st.booleans(),
+    is_long=st.booleans(),
+    grid=st.sampled_from([Grid(1, THIN), Grid(3, THIN), Grid(2, THICK)]),
+    seed=st.integers(0, 99),
+)
+def test_an_engine_launches_them(
+    run: Run,
+    sizes: list[int],
+    n_table: int,
+    n: int,
+    is_run: bool,
+    is_sorted: bool,
+    is_long: bool,
+    grid: Grid,
+    seed: int,
+) -> None:
+    """The argument, the entries of the rows, and the kernels fit each other."""
+    rng = np.random.default_rng(seed)
+    stores = [ArrayStore(rng.integers(256, size=(n_table, k), dtype=np.uint8)) for k in sizes]
+    rows = rng.integers(n_table, size=n)
+    if is_run:
+        rows = np.arange(n_table)[rng.integers(n_table) :]
+    packed = [np.zeros((len(rows), k), np.uint8) for k in sizes]
+    driver: Any = Launching(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_reads, "_LARGE_NBYTES", 0 if is_sorted else 1 << 60)
+        patch.setattr(kernels, "CudaModule", Module)
+        stored: Any = dict(enumerate(stores))
+        reads = kernels.RowKernels(0).reads(stored, grid)
+    assert (reads.shift >= 0) == (is_sorted and max(sizes) < 1024 and grid.n_threads == THICK)
+    if is_long and reads.shift < 0:
+        by_name = {name: 1 + i for i, name in enumerate(driver.names)}
+        launches = [
+            one._replace(kernel=by_name[KERNELS["gather", one.width, 8]]) for one in reads.launches
+        ]
+        reads = reads._replace(index_nbytes=8, launches=launches)
+    nbytes = reads.indices.row_nbytes * len(rows)
+    staging, indices = (np.zeros(nbytes + 8, np.uint8) for _ in range(2))
+    read = reads.description(lambda table: 1 + table.store, 0)
+    staged = Staged(driver, 0, [staging.ctypes.data], 1 + len(sizes), staging, read)
+    options: Any = {"n_threads": 0, "n_jobs": 1, "ring_at": 1, "bypass": False}
+    engine = Engine([reads.indices], staged=staged, **options)
+    devices = [indices.ctypes.data, *(there.ctypes.data for there in packed)]
+    job = engine.submit(rows.ctypes.data, len(rows), [0], rows, devices)
+    engine.wait(job)
+    engine.shutdown()
+    for store, there in zip(stores, packed, strict=True):
+        np.testing.assert_array_equal(there, store.array[rows])
+    follow = np.array_equal(rows, np.arange(len(rows)) + (rows[0] if len(rows) else 0))
+    assert bool(driver.launched) != follow
+    assert all(name.endswith("pair") == (reads.shift >= 0) for name in driver.launched)

@@ -16,6 +16,9 @@ void async_stop(void);
 /* Returns a new stream. */
 void *async_stream(void);
 
+/* Returns a kernel that reads rows by row indices of int32, or by pairs. */
+void *async_kernel(int is_paired);
+
 /* Makes every later call of the driver fail with an error, or none with 0. */
 void async_fail(int error);
 

@@ -14,7 +14,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { N_SLOTS = 3, N_BLOCKS = N_SLOTS + 1, N_READINGS = 4, MOST_PARTS = 6 };
+enum { N_SLOTS = 3, N_BLOCKS = N_SLOTS + 1, N_READINGS = 4, MOST_PARTS = 7 };
 enum { N_ROWS = 5000, LONG = 4500, LINE = 64 };
 
 static const struct pf_driver *const driver = &async_driver;
@@ -200,9 +200,11 @@ static void end_program(struct program *program)
 
 /* ---- engines --------------------------------------------------------------------------------- */
 
-enum { N_SOURCES = 5, N_JOBS = 30, N_ROUNDS = 6 };
+enum { N_TABLES = 5, INDICES = N_TABLES, N_SOURCES, DIRECT = N_SOURCES, N_PARTS, N_JOBS = 30,
+       N_ROUNDS = 6 };
 
-static const int64_t row_nbytes[N_SOURCES] = {4, 192, 0, 1024, 0};
+/* Of the tables, of row indices at most, and of the rows that the GPU reads itself. */
+static const int64_t row_nbytes[N_PARTS] = {4, 192, 0, 1024, 0, sizeof(struct pf_pair), 100};
 
 /* A job that was submitted. */
 struct job {
@@ -214,7 +216,8 @@ struct job {
 
 struct run {
     struct pf_source sources[N_SOURCES];
-    struct pf_rows parts[N_SOURCES];
+    struct pf_rows parts[N_PARTS];
+    struct pf_read *read;
     struct program program;
     struct job jobs[N_SLOTS];
     struct pf_engine *engine;
@@ -258,11 +261,14 @@ static void submit(struct run *run, uint32_t number)
     /* Without rows, of one piece of each source, of some pieces, and of several copies. */
     static const uint32_t most[] = {1, 50, 50, 700, 700, LONG};
     job->n = random_below(&run->seed, most[random_below(&run->seed, 6)]);
+    const int follow = !random_below(&run->seed, 4);
     for (int64_t i = 0; i < job->n; i++)
-        job->rows[i] = random_below(&run->seed, N_ROWS);
+        job->rows[i] = follow ? N_ROWS - job->n + i : random_below(&run->seed, N_ROWS);
     job->layout = (struct layout){0};
-    for (int k = 0; k < N_SOURCES; k++)
-        add(&job->layout, job->n * row_nbytes[k], &run->seed);
+    for (int k = 0; k < N_PARTS; k++) {
+        const int64_t nbytes = k == INDICES ? run->sources[k].row_nbytes : row_nbytes[k];
+        add(&job->layout, job->n * nbytes, &run->seed);
+    }
     job->block = allocate(&run->program, &job->layout);
     check(pf_engine_submit(run->engine, job->rows, 0, job->n, run->program.streams[0],
                            job->layout.offsets, job->layout.devices)
@@ -284,7 +290,9 @@ static void receive(struct run *run, uint32_t number)
     if (in)
         check(!pf_engine_wait_again(run->engine, number, program->streams[in]));
     struct reading *const reading = next_reading(program);
-    for (int k = 0; k < N_SOURCES; k++) {
+    for (int k = 0; k < N_PARTS; k++) {
+        if (k == INDICES)
+            continue;
         char *const want = add_part(reading, &job->layout, k);
         for (int64_t i = 0; i < job->n; i++)
             memcpy(want + i * row_nbytes[k], run->parts[k].base + job->rows[i] * row_nbytes[k],
@@ -293,12 +301,21 @@ static void receive(struct run *run, uint32_t number)
     step(program, in, job->block);
 }
 
+static void open_engine(struct run *run, int round)
+{
+    const int is_paired = round % 3 != 2;
+    run->sources[INDICES].row_nbytes = is_paired ? sizeof(struct pf_pair) : sizeof(int32_t);
+    run->read->shift = is_paired ? 4 : -1;
+    run->read->launches[0].kernel = async_kernel(is_paired);
+    run->engine = pf_engine_open(N_SOURCES, run->sources, N_SLOTS, 1 + (uint32_t)round % 2,
+                                 round % 2);
+    check(!pf_engine_use_driver(run->engine, driver, run->side, N_SLOTS, run->staging, run->read));
+}
+
 /* Runs one loop, which other threads may stop or interrupt. It may leave jobs. */
 static void run_engine(struct run *run, int round)
 {
-    run->engine = pf_engine_open(N_SOURCES, run->sources, N_SLOTS, 1 + (uint32_t)round % 2,
-                                 round % 2);
-    check(!pf_engine_use_driver(run->engine, driver, run->side, N_SLOTS, run->staging));
+    open_engine(run, round);
     pf_engine_start(run->engine, round % 4);
     pthread_t stopper;
     struct poker poker = {.loop = pthread_self()};
@@ -340,14 +357,22 @@ static struct run *new_run(uint32_t seed)
     run->seed = seed;
     run->side = async_stream();
     int64_t most = 0;
-    for (int k = 0; k < N_SOURCES; k++) {
+    for (int k = 0; k < N_PARTS; k++) {
         run->parts[k].base = memory(N_ROWS * row_nbytes[k]);
         run->parts[k].n = N_ROWS;
         run->parts[k].stride = row_nbytes[k];
-        run->sources[k] = (struct pf_source){&run->parts[k], 1, row_nbytes[k]};
+        if (k < N_SOURCES)
+            run->sources[k] = (struct pf_source){&run->parts[k], k < N_TABLES, row_nbytes[k]};
         fill(run->parts[k].base, N_ROWS * row_nbytes[k], &run->seed);
         most += aligned(LONG * row_nbytes[k]) + LINE;
     }
+    run->read = calloc(1, sizeof *run->read + sizeof run->read->launches[0]);
+    check(run->read != NULL);
+    *run->read =
+        (struct pf_read){.index_nbytes = 4, .part = INDICES, .n_tables = 1, .n_launches = 1};
+    run->read->launches[0] = (struct pf_launch){
+        .n_blocks = 2, .n_threads = 32, .width = 4, .n_tables = 1,
+        .tables = {{run->parts[DIRECT].base, row_nbytes[DIRECT], DIRECT}}};
     for (int i = 0; i < N_SLOTS; i++)
         run->staging[i] = memory(most);
     begin_program(&run->program, most);
@@ -359,8 +384,9 @@ static void free_run(struct run *run)
     end_program(&run->program);
     for (int i = 0; i < N_SLOTS; i++)
         free(run->staging[i]);
-    for (int k = 0; k < N_SOURCES; k++)
+    for (int k = 0; k < N_PARTS; k++)
         free(run->parts[k].base);
+    free(run->read);
     free(run);
 }
 
@@ -378,8 +404,7 @@ static void fail(uint32_t seed)
 {
     enum { FIRST = 700, LATER = 719, BEGIN = 8, MIDDLE = 16 };
     struct run *const run = new_run(seed);
-    run->engine = pf_engine_open(N_SOURCES, run->sources, N_SLOTS, 1, 0);
-    check(!pf_engine_use_driver(run->engine, driver, run->side, N_SLOTS, run->staging));
+    open_engine(run, (int)seed);
     pf_engine_start(run->engine, (int)seed % 3);
     uint32_t submitted = 0;
     for (uint32_t waited = 0; waited < N_JOBS; waited++) {
@@ -441,7 +466,7 @@ static void load(struct batch *batch, uint32_t *seed)
 }
 
 /* Queues the copies of a batch. Staged parts may be filled again at once. */
-static void send(struct batch *batch, uint32_t *seed)
+static void send(struct batch *batch)
 {
     const struct pf_move *const move = &batch->move;
     int error = pf_move(move);
@@ -485,7 +510,7 @@ static void *loader_loop(void *argument)
             struct batch *const batch = &batches[sent % N_SLOTS];
             load(batch, &seed);
             blocks[sent % N_SLOTS] = allocate(&program, &batch->layout);
-            send(batch, &seed);
+            send(batch);
         }
         const struct batch *const batch = &batches[received % N_SLOTS];
         int is_idle = -1;

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.internals import runner_of
 from support.schedules import next_stream, randomly, stalling, switch
 
+import pinfeed
 from pinfeed import ClosedError, Feeder
 from pinfeed.native import library as native
 from pinfeed.native.engine import Engine, Staged
@@ -39,6 +40,23 @@ CORNERS |= {
 }
 
 
+class Device(SimDevice):
+    """A device with an engine, which may read some stores itself.
+
+    Args:
+        reaches: ``"nothing"``, ``"short"`` rows of 2 bytes, the ``"others"``, or ``"all"`` rows.
+    """
+
+    def __init__(self, choose: Any, reached: str = "nothing", **options: Any) -> None:
+        super().__init__(choose, has_engine=True, **options)
+        self._reached = reached
+
+    def reaches(self, source: Any) -> bool:
+        return self._reached == "all" or (
+            self._reached == ("short" if source.dtype.itemsize == 2 else "others")
+        )
+
+
 class Run:
     """Two epochs over rows on a device, and what their training steps have read.
 
@@ -61,10 +79,13 @@ class Run:
         self.seen: list[tuple[np.ndarray, np.ndarray]] = []
         x = np.arange(N * width, dtype=np.float32).reshape(N, width)
         source = {"x": x, "y": np.arange(N, dtype=np.int16)}
-        with Feeder(source, device=device, shuffle=True, **options) as feeder:
+        with Feeder(source, device=device, **{"shuffle": True} | options) as feeder:
             for epoch in range(2):
                 for i, batch in enumerate(feeder):
                     device.launch(self.read, batch["x"], batch["y"])
+                    # A model has memory of its own.
+                    for nbytes in (4, 8, 24):
+                        device.launch(lambda a: a.fill(0xCD), device.array((nbytes,), np.uint8))
                     if (name := next_stream(i, switch_after, None)) is not None:
                         switch(device, name)
                     del batch
@@ -104,13 +125,15 @@ LOOPS = [
         WIDTHS.values(), (0, 1, 2, None), (1, 3), ({}, {"stop_after": 2}, {"switch_after": 1})
     )
 ]
+REACHED = ("nothing", "short", "others", "all")
 
 
+@pytest.mark.parametrize("reached", REACHED)
 @pytest.mark.parametrize("options", LOOPS, ids=str)
-def test_batches_equal_those_of_the_synchronous_loop(options: dict[str, Any]) -> None:
+def test_batches_equal_those_of_the_synchronous_loop(options: dict[str, Any], reached: str) -> None:
     want = expected(**options)
     for name, corner in CORNERS.items():
-        run = Run(SimDevice(corner(), has_engine=True), **options)
+        run = Run(Device(corner(), reached), **options)
         assert run.is_moved_by_engine
         assert run.equals(want), name
         assert run.is_memory_untouched, name
@@ -124,18 +147,23 @@ def test_batches_equal_those_of_the_synchronous_loop(options: dict[str, Any]) ->
     batch_size=st.integers(1, 9),
     stop_after=st.one_of(st.none(), st.integers(1, 4)),
     switch_after=st.one_of(st.none(), st.integers(1, 4)),
+    shuffle=st.booleans(),
+    reached=st.sampled_from(REACHED),
 )
-def test_a_random_schedule_changes_nothing(seed: int, width: int, **options: Any) -> None:
-    run = Run(SimDevice(randomly(seed), has_engine=True), width, **options)
+def test_a_random_schedule_changes_nothing(
+    seed: int, width: int, reached: str, **options: Any
+) -> None:
+    run = Run(Device(randomly(seed), reached), width, **options)
     assert run.is_moved_by_engine
     assert run.equals(expected(width, **options))
     assert run.is_memory_untouched
 
 
+@pytest.mark.parametrize("reached", ["nothing", "all"])
 @pytest.mark.parametrize("hazard", [1, 2, 4])
-def test_each_wait_is_needed(hazard: int) -> None:
+def test_each_wait_is_needed(hazard: int, reached: str) -> None:
     for options, corner in itertools.product(LOOPS, CORNERS.values()):
-        device = SimDevice(corner(), has_engine=True, deaf_to=("engine.c", hazard))
+        device = Device(corner(), reached, deaf_to=("engine.c", hazard))
         try:
             run = Run(device, **options)
         except AssertionError:
@@ -143,6 +171,32 @@ def test_each_wait_is_needed(hazard: int) -> None:
         if not run.equals(expected(**options)) or not run.is_memory_untouched:
             return
     pytest.fail(f"no schedule notices that the waits of hazard ({hazard}) are missing")
+
+
+@pytest.mark.parametrize("n_done", range(16))
+def test_row_indices_are_kept_for_the_stream_that_waits_for_them(n_done: int) -> None:
+    device = Device(favour("compute"), "others")
+    # No part is small enough to share memory with the row indices.
+    x = np.arange(40 * 9000.0).reshape(40, 9000)
+    source = {"x": x, "y": np.zeros((40, 9000), np.int16)}
+    seen: list[np.ndarray] = []
+    with Feeder(source, batch_size=4, shuffle=True, depth=2, device=device) as feeder:
+        batches = iter(feeder)
+        next(batches)
+        # The program works in two streams that it does not order.
+        device.switch("another")
+        for _ in range(3):
+            batch = next(batches)
+            device.launch(lambda x: seen.append(x.copy()), batch["x"])
+        device.switch("compute")
+        for _ in range(n_done):
+            device.stream("read")._advance()
+        own = [device.array((32,), np.uint8) for _ in range(8)]
+        for array in own:
+            device.launch(lambda a: a.fill(0), array)
+        device.drain()
+    order = pinfeed.rows.shuffled().bind(40, 0)(np.arange(40))
+    assert np.array_equal(np.concatenate(seen), x[order[4:16]])
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
@@ -157,7 +211,7 @@ def test_no_copy_writes_after_the_engine_was_shut_down(is_late: bool, is_deaf: b
     memory = device.empty(array.nbytes, device.current_stream())
     slots = [device.staging(array.nbytes) for _ in range(2)]
     staged = Staged(
-        device.engine_driver, device.stream("read").handle, [s.ctypes.data for s in slots], slots
+        device.engine_driver, device.stream("read").handle, [s.ctypes.data for s in slots], 1, slots
     )
     engine = Engine([source], n_threads=1, n_jobs=2, ring_at=1, bypass=False, staged=staged)
     compute = device.current_stream().handle
@@ -207,14 +261,17 @@ def written(device: SimDevice, width: int, depth: int, stop_after: int | None) -
     return [*seen, (x, y)]
 
 
+@pytest.mark.parametrize("reached", REACHED)
 @pytest.mark.parametrize("stop_after", [None, 2])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("width", WIDTHS.values())
-def test_rows_that_are_written_back(width: int, depth: int, stop_after: int | None) -> None:
+def test_rows_that_are_written_back(
+    width: int, depth: int, stop_after: int | None, reached: str
+) -> None:
     """No row of an epoch occurs twice, so no batch needs rows that another one has written."""
     want = written(SimDevice(), width, 0, stop_after)
     for name, corner in CORNERS.items():
-        found = written(SimDevice(corner(), has_engine=True), width, depth, stop_after)
+        found = written(Device(corner(), reached), width, depth, stop_after)
         assert len(found) == len(want)
         for (x, y), (other_x, other_y) in zip(found, want, strict=True):
             assert np.array_equal(x, other_x), name

@@ -1,0 +1,108 @@
+/* Rows in page-locked memory, which the GPU reads itself.
+ *
+ * The host only writes row indices into staging memory, which go to the GPU like any part of a
+ * job. Kernels then read the rows over the link (pinfeed/devices/kernels.py). Rows that follow each
+ * other are one copy.
+ *
+ * A GPU translates the address of each row, and for short rows of a large table this takes longer
+ * than the transfer. So they are read in the order of their pages: the indices are pairs of a row
+ * and its place in the batch, in buckets of rows that are close to each other. */
+#include "pinfeed.h"
+
+/* A launch moves at most this many bytes, because the kernels count words in 32 bits. */
+#define LAUNCH_NBYTES (64 << 20)
+
+static int64_t row_of(const int64_t *rows, int64_t first, int64_t i)
+{
+    return rows ? rows[i] : first + i;
+}
+
+static void sort_by_page(const int64_t *rows, int64_t first, int64_t n, int64_t shift,
+                         struct pf_pair *pairs)
+{
+    uint32_t begins[PF_MOST_BUCKETS + 1] = {0};
+    for (int64_t i = 0; i < n; i++)
+        begins[(row_of(rows, first, i) >> shift) + 1]++;
+    for (int k = 1; k < PF_MOST_BUCKETS; k++)
+        begins[k] += begins[k - 1];
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t row = row_of(rows, first, i);
+        pairs[begins[row >> shift]++] = (struct pf_pair){(int32_t)row, (int32_t)i};
+    }
+}
+
+int pf_stage_indices(const struct pf_read *read, const int64_t *rows, int64_t first, int64_t begin,
+                     int64_t end, char *staged)
+{
+    const int64_t start = row_of(rows, first, 0);
+    int64_t differs = 0;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t row = row_of(rows, first, i);
+        differs |= row ^ (start + i);
+        if (read->shift >= 0)
+            continue;
+        if (read->index_nbytes == 4)
+            ((int32_t *)staged)[i] = (int32_t)row;
+        else
+            ((int64_t *)staged)[i] = row;
+    }
+    if (read->shift >= 0 && differs)
+        sort_by_page(rows, first, end, read->shift, (struct pf_pair *)staged);
+    return !differs;
+}
+
+static int launch(const struct pf_driver *driver, void *stream, const struct pf_read *read,
+                  const struct pf_launch *launch, int64_t n, char *const *devices)
+{
+    const int is_sorted = read->shift >= 0;
+    const int64_t index_nbytes = is_sorted ? (int64_t)sizeof(struct pf_pair) : read->index_nbytes;
+    int64_t row_nbytes = 0, widest = 0;
+    for (int64_t t = 0; t < launch->n_tables; t++) {
+        const int64_t nbytes = launch->tables[t].row_nbytes;
+        row_nbytes += nbytes;
+        widest = widest < nbytes ? nbytes : widest;
+    }
+    const int64_t step = row_nbytes < LAUNCH_NBYTES ? LAUNCH_NBYTES / row_nbytes : 1;
+    for (int64_t begin = 0; begin < n; begin += step) {
+        const int64_t n_rows = n - begin < step ? n - begin : step;
+        struct pf_moves moves = {devices[read->part] + begin * index_nbytes, (uint32_t)n_rows,
+                              (uint32_t)launch->n_tables, {{0}}};
+        for (int64_t t = 0; t < launch->n_tables; t++) {
+            const struct pf_table *const table = &launch->tables[t];
+            char *const packed = devices[table->part];
+            moves.tables[t].rows = table->rows;
+            moves.tables[t].packed = is_sorted ? packed : packed + begin * table->row_nbytes;
+            moves.tables[t].row_nbytes = (uint32_t)table->row_nbytes;
+        }
+        const int64_t n_words = n_rows * (widest / launch->width);
+        int64_t n_blocks = (n_words + launch->n_threads - 1) / launch->n_threads;
+        if (n_blocks > launch->n_blocks)
+            n_blocks = launch->n_blocks;
+        void *arguments[] = {&moves};
+        const int error = driver->launch(launch->kernel, (unsigned)n_blocks, 1, 1,
+                                         (unsigned)launch->n_threads, 1, 1, 0, stream, arguments,
+                                         NULL);
+        if (error)
+            return error;
+    }
+    return 0;
+}
+
+int pf_read_rows(const struct pf_driver *driver, void *stream, const struct pf_read *read,
+                 int64_t start, int64_t n, char *const *devices)
+{
+    int error = 0;
+    for (int64_t i = 0; i < read->n_launches && n && !error; i++) {
+        const struct pf_launch *const one = &read->launches[i];
+        if (start < 0) {
+            error = launch(driver, stream, read, one, n, devices);
+            continue;
+        }
+        for (int64_t t = 0; t < one->n_tables && !error; t++) {
+            const struct pf_table *const table = &one->tables[t];
+            error = driver->copy(devices[table->part], table->rows + start * table->row_nbytes,
+                                 (size_t)(n * table->row_nbytes), stream);
+        }
+    }
+    return error;
+}

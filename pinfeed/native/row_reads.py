@@ -1,0 +1,107 @@
+"""RowReads: the rows that a GPU reads itself, as the compiled functions take them; see read.c."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_TABLES = 8
+"""Largest number of tables in one launch."""
+_MOST_BUCKETS = 4096
+# Rows of at least this many bytes take longer on the link than the GPU takes to find them, and so
+# do all rows of a table that it finds in few pages.
+_SHORT_NBYTES = 1 << 10
+_LARGE_NBYTES = 64 << 20
+
+
+class Table(NamedTuple):
+    """Rows of a store in page-locked memory."""
+
+    address: int
+    row_nbytes: int
+    store: int
+    """Position of the store in a batch."""
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel, and the tables whose rows one launch reads, at most ``MAX_TABLES``."""
+
+    kernel: int
+    """Handle of the kernel."""
+    n_blocks: int
+    """Most blocks."""
+    n_threads: int
+    """Threads of a block."""
+    width: int
+    """Bytes of a word."""
+    tables: Sequence[Table]
+
+
+class RowReads(NamedTuple):
+    """Rows that a GPU reads itself, by row indices in its own memory."""
+
+    index_nbytes: int
+    """Bytes of a row index: 4 for int32, 8 for int64."""
+    shift: int
+    """-1, or the indices are pairs of a row and its place, both int32, sorted by row >> shift."""
+    launches: Sequence[KernelLaunch]
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables of all launches."""
+        return [table for launch in self.launches for table in launch.tables]
+
+    @property
+    def indices(self) -> StagedIndices:
+        """The row indices of a job as a source of an engine."""
+        return StagedIndices(self.index_nbytes if self.shift < 0 else 8)
+
+    def description(
+        self, part_of: Callable[[Table], int], index_part: int
+    ) -> npt.NDArray[np.int64]:
+        """Return a ``pf_read`` of pinfeed.h.
+
+        Args:
+            part_of: Returns the position of a table's rows among the parts of a job.
+            index_part: Position of the row indices among them.
+        """
+        head = [self.index_nbytes, self.shift, index_part, len(self.tables), len(self.launches)]
+        numbers = list(head)
+        for *launch, tables in self.launches:
+            numbers += [*launch, len(tables)]
+            for table in tables:
+                numbers += [table.address, table.row_nbytes, part_of(table)]
+            numbers += [0] * 3 * (MAX_TABLES - len(tables))
+        return np.array(numbers, np.int64)
+
+
+class StagedIndices(NamedTuple):
+    """The row indices of a job, as a source of an engine."""
+
+    row_nbytes: int
+    """Bytes of the entry of a row."""
+
+    @property
+    def description(self) -> list[int]:
+        """Description of the source, as the compiled functions take it."""
+        return [self.row_nbytes, 0]
+
+    @property
+    def row_type(self) -> tuple[tuple[int, ...], np.dtype[np.int32]]:
+        """Shape and dtype of the entry of a row."""
+        return (self.row_nbytes // 4,), np.dtype(np.int32)
+
+
+def sort_shift(n_rows: int, row_nbytes: int) -> int:
+    """Return ``RowReads.shift`` for the longest rows of a launch.
+
+    Args:
+        n_rows: Rows of the table.
+        row_nbytes: Bytes of a row.
+    """
+    if row_nbytes >= _SHORT_NBYTES or n_rows * row_nbytes < _LARGE_NBYTES or n_rows >= 1 << 31:
+        return -1
+    return max(0, (n_rows - 1).bit_length() - (_MOST_BUCKETS - 1).bit_length())
