@@ -128,6 +128,7 @@ LOOPS = [
 REACHED = ("nothing", "short", "others", "all")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("reached", REACHED)
 @pytest.mark.parametrize("options", LOOPS, ids=str)
 def test_batches_equal_those_of_the_synchronous_loop(options: dict[str, Any], reached: str) -> None:
@@ -261,6 +262,7 @@ def written(device: SimDevice, width: int, depth: int, stop_after: int | None) -
     return [*seen, (x, y)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("reached", REACHED)
 @pytest.mark.parametrize("stop_after", [None, 2])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
