@@ -368,7 +368,7 @@ class RowKernels:
         # The rows of a batch begin at addresses that every word divides.
         for width, group in _by_width(tables, lambda table: table.address | table.row_nbytes):
             name = KERNELS["gather", width, index_nbytes] if shift < 0 else PAIRED[width]
-            kernel = self.modules[grid.n_threads].kernels[name].kernel.ptr
+            kernel = self.modules[grid.n_threads].handle(name)
             found.append(KernelLaunch(kernel, *grid, width, group))
         return RowReads(index_nbytes, shift, found)
 
@@ -427,6 +427,13 @@ class CudaModule:
         with self._gpu:
             module = cupy.RawModule(code=source, options=options)
             self.kernels = {name: module.get_function(name) for name in names}
+
+    def handle(self, name: str) -> int:
+        """Return the driver's handle of a kernel."""
+        # CuPy loads a kernel for the GPU that is current.
+        with self._gpu:
+            handle: int = self.kernels[name].kernel.ptr
+        return handle
 
     def launch(
         self, name: str, stream: int, grid: tuple[int, ...], n_threads: int, argument: Any

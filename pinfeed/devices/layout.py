@@ -75,7 +75,7 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[BatchPart]) -> RowLayout:
-        """Return the layout of parts in ascending order of their bytes."""
+        """Return the layout of parts; consecutive small ones share a block."""
         nbytes = [part.nbytes for part in parts]
         ends = [0, *itertools.accumulate(map(aligned, nbytes))]
         blocks: list[list[BatchPart]] = []

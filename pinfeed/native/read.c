@@ -9,8 +9,11 @@
  * and its place in the batch, in buckets of rows that are close to each other. */
 #include "pinfeed.h"
 
-/* A launch moves at most this many bytes, because the kernels count words in 32 bits. */
+/* A launch moves at most this many bytes, because the kernels count words in 32 bits. Tests choose
+ * fewer. */
+#ifndef LAUNCH_NBYTES
 #define LAUNCH_NBYTES (64 << 20)
+#endif
 
 static int64_t row_of(const int64_t *rows, int64_t first, int64_t i)
 {

@@ -58,6 +58,8 @@ class DeviceRows:
         self._index_part: int | None = None
         self._read: npt.NDArray[np.int64] | None = None
         self._n_parts = self._n_sources = 0
+        # What the device reads until a job has ended.
+        self._reached: Sequence[object] = ()
 
     def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
         """Begin a loop, and return the slots that it uses."""
@@ -85,6 +87,7 @@ class DeviceRows:
         self._n_sources = len(order) - len(reached)
         self._index_part = None
         self._read = None
+        self._reached = [memory_rows[k] for k in reached]
         if reads is not None:
             self._index_part = order.index(_INDICES)
             self._read = reads.description(lambda table: order.index(table.store), self._index_part)
@@ -104,7 +107,8 @@ class DeviceRows:
             self.transfer.read_stream.handle,
             [memory.ctypes.data for memory in staging],
             self._n_parts,
-            staging,
+            # The device has compiled the kernels.
+            (staging, self._reached, self.device),
             self._read,
         )
 

@@ -285,8 +285,6 @@ class Loop:
             self.flush_caches()
         except Exception:
             logger.exception("the rows of a device cache could not be written at program exit")
-        if self.write_queue is not None:
-            self.write_queue.finish_short()
 
     def flush_caches(self, *, is_last: bool = False) -> None:
         """Queue writes of all rows in caches that may differ from their stores.

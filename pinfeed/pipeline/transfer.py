@@ -92,8 +92,7 @@ Batches that were gathered together are lent one by one, so the program may chan
 between two of them. ``lend_next`` then repeats (4) in the new stream.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
-Scatters run in the order of the writes. Rows of a short write-back are scattered by the consumer
-(``finish_short_write``), when it makes the next write-back or requests a batch.
+Scatters run in the order of the writes.
 
 Only verification and timelines use two further syncs. In ``copy_to_host``, the values may not have
 arrived yet. ``settle`` prevents no hazard, and timestamps are read after it.
@@ -133,16 +132,14 @@ from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, RowGroup, failed_batch
 from pinfeed.pipeline.sources.user_calls import guarded
-from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer, is_in_memory
+from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer
 from pinfeed.profiling.counters import Counters
-from pinfeed.stores.store import Store, row_nbytes
+from pinfeed.stores.store import Store
 from pinfeed.threads.call import Pending
 
 RunAll = Callable[[Sequence[Callable[[], object]]], None]
 """Makes several calls, maybe in several threads, and returns when all have ended."""
 
-# A thread wakes up in the time in which so many bytes are scattered.
-_SHORT_NBYTES = 64 << 10
 _NOT_WRITTEN = "not written: an earlier write_back of this loop failed"
 
 
@@ -461,10 +458,10 @@ class Transfer(Writer):
                 raise pending.error
             if log.completed != pending.write.number:
                 raise WriteBackError(_NOT_WRITTEN)
-            in_memory = [staged for staged in pending.staged if is_in_memory(staged.store)]
+            in_memory = [staged for staged in pending.staged if staged.is_in_memory]
             run_all([call for staged in in_memory for call in staged.scatters()])
             for staged in pending.staged:
-                if not is_in_memory(staged.store):
+                if not staged.is_in_memory:
                     staged.store.scatter(staged.rows, staged.values)
         except BaseException:
             log.has_failed = True
@@ -480,46 +477,6 @@ class Transfer(Writer):
         if self._timeline is not None:
             began_s = pending.started_s if pending.begun is None else pending.begun.at_s()
             self._timeline.add("write", pending.batch, max(began_s, last_s), now)
-
-    def is_short(self, pending: PendingWrite) -> bool:
-        """Return whether the rest of a write-back takes less time than waking a thread."""
-        if self._timed:
-            return False
-        nbytes = 0
-        for group in pending.groups:
-            for store in group.stores:
-                if not is_in_memory(store):
-                    return False
-                nbytes += len(group.rows) * row_nbytes(store)
-        return nbytes <= _SHORT_NBYTES
-
-    def finish_short_write(self, pending: PendingWrite) -> Exception | None:
-        """Scatter the values of a short write-back; return its error (consumer).
-
-        An interrupt may cut this off at any step, and it is then called again.
-        """
-        log = pending.log
-        number = pending.write.number
-        error = pending.error
-        if pending.arrived is not None:
-            try:
-                pending.arrived.sync()  # the values may not have arrived yet
-            except Exception as raised:
-                error = error or _if_failed(pending.arrived, raised)
-        self._begun.pop(pending.number, None)
-        if error is None and log.completed < number:
-            error = WriteBackError(_NOT_WRITTEN)
-        if error is not None:
-            log.has_failed = True
-            return error
-        for staged in pending.staged:
-            staged.store.scatter(staged.rows, staged.values)
-        log.completed = number + 1
-        now = self.counters.now()
-        last_s = self._written_s
-        self._written_s = now
-        self.counters.counts.write_s += now - max(pending.started_s, last_s)
-        return None
 
     def abandon_write(self, pending: PendingWrite) -> None:
         """Wait for the copies of a write-back that no thread finishes (consumer)."""
@@ -739,19 +696,6 @@ class Transfer(Writer):
 def _layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowLayout:
     """Return the layout of one part."""
     return RowLayout.of([BatchPart(shape, dtype)])
-
-
-def _if_failed(event: Event, raised: Exception) -> Exception:
-    """Return an error of waiting for an event if the device has failed.
-
-    Raises:
-        Exception: If the device works, so that a signal handler has raised it; ``raised``.
-    """
-    try:
-        event.is_done()
-    except Exception:
-        return raised
-    raise raised
 
 
 def _run_in_turn(calls: Sequence[Callable[[], object]]) -> None:

@@ -12,38 +12,6 @@ from pinfeed.pipeline.writer import PendingWrite, Writer
 from pinfeed.threads.call import Pending
 
 
-class LoopWrite:
-    """The rest of a short write-back, done by the thread that asks for its error.
-
-    To hand it to the writer thread would take longer. If an interrupt cuts it off, it is done again
-    when it is asked for again.
-
-    Args:
-        writer: Writer of a device with streams, which has begun the write-back.
-        write: The write-back.
-    """
-
-    def __init__(self, writer: Any, write: PendingWrite) -> None:
-        self._writer = writer
-        self._write: PendingWrite | None = write
-        self._error: Exception | None = None
-        # A thread that closes the feeder, or a signal handler, may ask, too.
-        self._working = threading.RLock()
-
-    def done(self) -> bool:
-        """Return whether ``exception`` does not wait for the device."""
-        write = self._write
-        return write is None or write.arrived is None or write.arrived.is_done()
-
-    def exception(self) -> Exception | None:
-        """Write the values; return the error, or None."""
-        with self._working:
-            if self._write is not None:
-                self._error = self._writer.finish_short_write(self._write)
-                self._write = None
-        return self._error
-
-
 class WriteQueue:
     """Write-backs that the writer thread has not completed, oldest first.
 
@@ -62,9 +30,7 @@ class WriteQueue:
         self._counters = writer.counters
         self._threads = threads
         self._limit = limit
-        self._calls: deque[Pending[None] | LoopWrite] = deque()
-        # Whether all write-backs so far were short.
-        self._are_short = True
+        self._calls: deque[Pending[None]] = deque()
         self.adding = threading.RLock()
         """Lock that is held from taking values of a cache until they are queued.
 
@@ -137,11 +103,6 @@ class WriteQueue:
         # A GPU may still work on the last training steps.
         self._counters.count_write_wait(start, idle=self._writer.device.unified)
 
-    def finish_short(self) -> None:
-        """Complete the write-backs that no other thread completes."""
-        while self._are_short and self._calls:
-            self._take()
-
     def drain(self) -> None:
         """Wait until all write-backs are completed, and raise the error of one that has failed."""
         self.finish()
@@ -158,20 +119,11 @@ class WriteQueue:
         # The loop has waited for the write.
         self._counters.count_write_wait(start, idle=is_idle, batch=write.batch)
 
-    def _submit(self, write: PendingWrite) -> Pending[None] | LoopWrite:
+    def _submit(self, write: PendingWrite) -> Pending[None]:
         """Begin a write-back, and submit the rest; return this call."""
         writer: Any = self._writer
         threads = self._threads
-        if writer.device.unified:
-            return threads.submit_write(write.batch, writer.write_to_stores, write)
-        if self._are_short:
-            self._are_short = writer.is_short(write) and not threads.is_in_pool
-            if self._are_short:
-                writer.begin_write(write, tuple(self._calls.copy()))
-                return LoopWrite(writer, write)
-            while self._calls:
-                self._take()
-        if threads.is_in_pool:
+        if writer.device.unified or threads.is_in_pool:
             # A worker thread, in which the garbage collector ends a loop, must not wait for an
             # earlier write.
             return threads.submit_write(write.batch, writer.write_to_stores, write)

@@ -30,17 +30,17 @@ from pinfeed.stores.store import Store
 _PIECE_NBYTES = 4 << 20
 
 
-def is_in_memory(store: Store) -> bool:
-    """Return whether several threads may scatter rows; other stores may not support that."""
-    return type(store) in (ArrayStore, PinnedStore)
-
-
 class StagedRows(NamedTuple):
     """Values of distinct rows in staging memory, and the store that they are written to."""
 
     store: Store
     rows: Rows
     values: npt.NDArray[Any]
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether several threads may scatter rows; other stores may not support that."""
+        return type(self.store) in (ArrayStore, PinnedStore)
 
     def scatters(self) -> Iterator[Callable[[], object]]:
         """Yield calls that together scatter all rows; they may run at the same time."""

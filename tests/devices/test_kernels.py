@@ -307,6 +307,40 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_array_equal(table[rows], packed)
 
 
+def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy has a kernel for each GPU, and gives that of the current one."""
+    current = [0]
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *exc_info: object) -> None:
+            current.pop()
+
+    class Kernel:
+        @property
+        def kernel(self) -> Any:
+            return types.SimpleNamespace(ptr=100 + current[-1])
+
+    class Module:
+        def __init__(self, **_: Any) -> None: ...
+
+        def get_function(self, name: str) -> Kernel:
+            return Kernel()
+
+    cuda = types.SimpleNamespace(
+        Device=Device, Stream=types.SimpleNamespace(from_external=lambda stream: stream)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
+    stored: Any = {0: ArrayStore(np.zeros((4, 2)))}
+    reads = kernels.RowKernels(1).reads(stored, Grid(2))
+    assert [launch.kernel for launch in reads.launches] == [101]
+
+
 class Launching:
     """A driver without streams, whose launches run kernels that were compiled for the CPU.
 
@@ -358,10 +392,10 @@ class Module:
     """Kernels by name, whose handles are numbers."""
 
     def __init__(self, index: int, source: str, options: Any, names: Any) -> None:
-        self.kernels = {
-            name: types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=1 + i))
-            for i, name in enumerate(names)
-        }
+        self._names = list(names)
+
+    def handle(self, name: str) -> int:
+        return 1 + self._names.index(name)
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())

@@ -22,6 +22,8 @@ PROGRAMS = {
 def test_engines_under_stress(expected: str, sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "stress"
     flags = f"-std=c11 -O1 -g -pthread -fsanitize={sanitizer} -fno-sanitize-recover=all".split()
+    # The reads of a long job are several launches.
+    flags.append("-DLAUNCH_NBYTES=100000")
     files = [*(FOLDER / name for name in PROGRAMS[expected]), *SOURCES]
     compiled = subprocess.run(["cc", *flags, *files, "-o", program], capture_output=True, text=True)
     if "cannot find" in compiled.stderr or "unrecognized" in compiled.stderr:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cached_rows import N, check_cached
-from support.schedules import corners, randomly, short_writes
+from support.schedules import corners, randomly
 
 from pinfeed.testing import SimDevice, lazy
 
@@ -56,22 +56,21 @@ def test_corner_schedules(corner: str) -> None:
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     batches = [sorted(rng.sample(range(N), rng.randint(0, 5))) for _ in range(rng.randint(1, 9))]
-    with short_writes(seed % 2 == 0):
-        check_cached(
-            SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7),
-            rng.randint(0, 5),
-            batches,
-            capacity=rng.choice([1, 3, 5, 8, N]),
-            policy=rng.choice([None, seed]),
-            n_ahead=rng.choice([0, 1, 2, 9]),
-            stop_after=rng.choice([None, None, 3]),
-            switch_after=rng.choice([None, 1, 2, 3]),
-            switch_once=rng.choice([None, 1, 2, 3]),
-            switch_in=rng.choice([None, None, 1, 2]),
-            flushes=rng.random() < 0.5,
-            frozen=rng.random() < 0.2,
-            switches_within=rng.random() < 0.3,
-        )
+    check_cached(
+        SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7),
+        rng.randint(0, 5),
+        batches,
+        capacity=rng.choice([1, 3, 5, 8, N]),
+        policy=rng.choice([None, seed]),
+        n_ahead=rng.choice([0, 1, 2, 9]),
+        stop_after=rng.choice([None, None, 3]),
+        switch_after=rng.choice([None, 1, 2, 3]),
+        switch_once=rng.choice([None, 1, 2, 3]),
+        switch_in=rng.choice([None, None, 1, 2]),
+        flushes=rng.random() < 0.5,
+        frozen=rng.random() < 0.2,
+        switches_within=rng.random() < 0.3,
+    )
 
 
 row_batches = st.lists(

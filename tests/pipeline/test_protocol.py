@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.internals import mover_of, runner_of
-from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, short_writes, switch
+from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, switch
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.devices import layout
@@ -45,7 +45,6 @@ class Run:
         switch_in: Number of the batch in which the loop changes its stream for good, after it has
             computed new values and before it writes them back.
         timeline: Whether the feeder has a timeline.
-        short: Whether write-backs are completed by the loop.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Run:
         switch_once: int | None = None,
         switch_in: int | None = None,
         timeline: bool = False,
-        short: bool = False,
     ) -> None:
         self.batches = batches
         self.stop_after = stop_after
@@ -64,7 +62,6 @@ class Run:
         self.switch_once = switch_once
         self.switch_in = switch_in
         self.timeline = timeline
-        self.short = short
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
         self.y = np.arange(N, dtype=np.int32)
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -82,10 +79,9 @@ class Run:
         """Run the loop on a feeder; with ``known=False`` it cannot know the sizes of batches."""
         rows: Any = self.batches if known else Unsized(self.batches)
         stores = (ArrayStore(self.x), {"y": ArrayStore(self.y)})
-        with (
-            short_writes(self.short),
-            Feeder(stores, rows=rows, depth=depth, device=device, timeline=self.timeline) as feeder,
-        ):
+        with Feeder(
+            stores, rows=rows, depth=depth, device=device, timeline=self.timeline
+        ) as feeder:
             for i, batch in enumerate(feeder.batches()):
                 self.step(device, i, batch)
                 if i + 1 == self.stop_after:
@@ -187,8 +183,7 @@ def test_corner_schedules(corner: str, stop_after: int | None, direct: bool, dup
     # A loop that is left early is the same for all depths except 0 and those that it fills.
     for depth in (1, 2, 4) if stop_after is None else (0, 2):
         device = SimDevice(CORNERS[corner](), direct=direct, duplex=duplex)
-        check(device, depth, stop_after=stop_after, short=depth % 2 == 0)
-    check(SimDevice(CORNERS[corner](), direct=direct, duplex=duplex), 2, stop_after=stop_after)
+        check(device, depth, stop_after=stop_after)
 
 
 @pytest.mark.sweep(4)
@@ -207,7 +202,6 @@ def test_random_schedules(seed: int) -> None:
         switch_once=rng.choice([None, 1, 2]),
         switch_in=rng.choice([None, 1, 3]),
         timeline=rng.random() < 0.3,
-        short=rng.random() < 0.5,
     )
 
 
@@ -224,23 +218,17 @@ row_batches = st.lists(
     st.integers(0, 3),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
 def test_any_schedule(
-    moves: list[int],
-    batches: list[np.ndarray],
-    depth: int,
-    direct: bool,
-    known: bool,
-    short: bool,
+    moves: list[int], batches: list[np.ndarray], depth: int, direct: bool, known: bool
 ) -> None:
     coming = iter(moves)
 
     def choose(ready: Any) -> str | None:
         return next(iter([None, *ready][next(coming, 0) :]), None)
 
-    check(SimDevice(choose, direct=direct), depth, batches, known=known, short=short)
+    check(SimDevice(choose, direct=direct), depth, batches, known=known)
 
 
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [
@@ -248,7 +236,6 @@ VARIANTS: list[tuple[bool, dict[str, Any]]] = [
     for direct in (False, True)
     for kwargs in (
         {},
-        {"short": True},
         {"stop_after": 3},
         {"known": False},
         {"switch_after": 2},

@@ -14,18 +14,17 @@ import pytest
 import torch
 from support.internals import runner_of
 from support.reader_functions import StagingDevice
-from support.schedules import SLOTS, STREAMS, corners, next_stream, short_writes
+from support.schedules import SLOTS, STREAMS, corners, next_stream
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ClosedError
-from pinfeed.pipeline import loop_threads, transfer, writer
+from pinfeed.pipeline import loop_threads, writer
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.pipeline.writer import StagedRows, is_in_memory
+from pinfeed.pipeline.writer import StagedRows
 from pinfeed.testing import SimDevice, favour, lazy
-from pinfeed.testing.sim_streams import SimEvent
 
 N = 12
 CORNERS = corners({"write": (3, 5, 8, 13, 20)})
@@ -74,15 +73,6 @@ def test_writes_in_two_streams(corner: str, direct: bool) -> None:
         device = SimDevice(CORNERS[corner](), direct=direct)
         found = added_up(device, batches, switch_once=switch_once)
         np.testing.assert_array_equal(found, expected(batches))
-
-
-@pytest.mark.parametrize("corner", [*CORNERS, "fast thread"])
-def test_long_writes_follow_short_ones(corner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer thread begins when the loop has completed all short writes."""
-    batches = [*THIRDS[:4], *EVERY_ROW[:3], *THIRDS[4:]]
-    make = CORNERS.get(corner, lambda: favour(*STREAMS, "pinfeed-write"))
-    monkeypatch.setattr(transfer, "_SHORT_NBYTES", 64)
-    np.testing.assert_array_equal(added_up(SimDevice(make()), batches), expected(batches))
 
 
 class Watched(SimDevice):
@@ -231,87 +221,6 @@ def test_nothing_moves_after_an_interrupt_between_the_two_steps(
     assert all((array._array == 7).all() for array in later)
 
 
-class Sometimes:
-    """A method that raises an error in one call, before or after its work."""
-
-    def __init__(self, method: Callable, error: BaseException, call: int, *, after: bool) -> None:
-        self.n_left = call
-        self._method = method
-        self._error = error
-        self._after = after
-
-    def __get__(self, owner: Any, kind: Any = None) -> Callable:
-        def called(*args: Any) -> Any:
-            self.n_left -= 1
-            if self.n_left == -1 and not self._after:
-                raise self._error
-            result = self._method(owner, *args)
-            if self.n_left == -1:
-                raise self._error
-            return result
-
-        return called
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("call", range(12))
-@pytest.mark.parametrize(
-    ("kind", "name"), [(SimEvent, "sync"), (ArrayStore, "scatter")], ids=["wait", "scatter"]
-)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-def test_an_interrupt_loses_no_short_write(
-    kind: type,
-    name: str,
-    call: int,
-    after: bool,
-    error: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A signal handler may raise any error."""
-    x = np.zeros((N, 2))
-    device = SimDevice(lazy)
-    n_written = 0
-    patched = Sometimes(getattr(kind, name), error(), call, after=after)
-    feeder = Feeder(ArrayStore(x), rows=EVERY_ROW, depth=3, device=device)
-    with short_writes(True), contextlib.suppress(error):
-        for batch in feeder.batches():
-            monkeypatch.setattr(kind, name, patched)
-            device.launch(lambda x: np.copyto(x, x + 1), batch.data)
-            batch.write_back(batch.data)
-            n_written += 1
-    feeder.close()
-    assert (x == n_written).all()
-    assert patched.n_left < 0 or n_written == len(EVERY_ROW)
-
-
-def test_after_a_failure_no_short_write_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one was begun before, and its values have arrived."""
-    failed: list[SimEvent] = []
-    is_done = SimEvent.is_done
-
-    def sync(self: SimEvent) -> None:
-        if self._stream.name == "write":
-            failed[:] = failed or [self]
-        assert_usable(self)
-        self._stream.device._force(self)
-
-    def assert_usable(self: SimEvent) -> bool:
-        if self in failed:
-            raise RuntimeError("the device has failed")
-        return is_done(self)
-
-    monkeypatch.setattr(SimEvent, "sync", sync)
-    monkeypatch.setattr(SimEvent, "is_done", assert_usable)
-    x = np.zeros((N, 2))
-    device = SimDevice(lazy)
-    feeder = Feeder(ArrayStore(x), rows=EVERY_ROW, depth=3, device=device)
-    with short_writes(True), pytest.raises(RuntimeError, match="the device has failed"):
-        for batch in feeder.batches():
-            device.launch(lambda x: np.copyto(x, x + 1), batch.data)
-            batch.write_back(batch.data)
-    assert not x.any()
-
-
 def test_rows_that_the_user_changes_in_place() -> None:
     """The row indices of a batch belong to the user, and changes do not affect other batches."""
     found = []
@@ -354,8 +263,8 @@ def test_rows_in_memory_are_scattered_in_pieces(monkeypatch: pytest.MonkeyPatch)
 def test_rows_of_another_store_are_scattered_by_one_thread() -> None:
     store = Failing(np.zeros((40, 2)))
     staged = StagedRows(store, np.arange(2), np.zeros((2, 2)))
-    assert not is_in_memory(staged.store)
-    assert is_in_memory(ArrayStore(np.zeros((40, 2))))
+    assert not staged.is_in_memory
+    assert staged._replace(store=ArrayStore(np.zeros((40, 2)))).is_in_memory
 
 
 def test_an_empty_batch_needs_no_call() -> None:

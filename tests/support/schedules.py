@@ -3,10 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-from unittest import mock
 
-from pinfeed.pipeline import transfer
 from pinfeed.testing import SimDevice, favour
 from pinfeed.testing.sim import Choose
 
@@ -79,8 +76,3 @@ def corners(stalls: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Choose
         for moves in every
         for late in ((), ("write",), ("pinfeed-write",), ("pinfeed-read",))
     }
-
-
-def short_writes(are_short: bool) -> Any:
-    """Return a context in which all write-backs are short, and completed by the loop, or none."""
-    return mock.patch.object(transfer, "_SHORT_NBYTES", 1 << 40 if are_short else -1)
