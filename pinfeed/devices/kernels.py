@@ -187,7 +187,7 @@ KERNELS: dict[tuple[str, int, int], str] = {
 PAIRED: dict[int, str] = {width: f"gather_rows_{width}_pair" for width in _WIDTHS}
 """Names of the kernels of thick blocks that gather by pairs of a row and its place."""
 
-_MOVES = np.dtype(
+MOVES = np.dtype(
     [
         ("rows", np.uint64),
         ("n_rows", np.uint32),
@@ -202,6 +202,7 @@ _MOVES = np.dtype(
     ],
     align=True,
 )
+"""Argument of the kernels; it is ``pf_moves`` of pinfeed.h, too."""
 
 
 class Grid(NamedTuple):
@@ -319,7 +320,7 @@ def _launches(
     n_words = max(move.row_nbytes for move in group) // width
     for first in range(0, rows.n, step):
         n = min(step, rows.n - first)
-        argument = np.zeros(1, _MOVES)
+        argument = np.zeros(1, MOVES)
         argument["rows"] = rows.address + first * rows.nbytes
         argument["n_rows"] = n
         argument["n_tables"] = len(group)

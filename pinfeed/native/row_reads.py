@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 MAX_TABLES = 8
 """Largest number of tables in one launch."""
-_MOST_BUCKETS = 4096
+# PF_MOST_BUCKETS of pinfeed.h, which is 4096.
+_BUCKET_BITS = 12
 # Rows of at least this many bytes take longer on the link than the GPU takes to find them, and so
 # do all rows of a table that it finds in few pages.
 _SHORT_NBYTES = 1 << 10
@@ -50,11 +51,6 @@ class RowReads(NamedTuple):
     launches: Sequence[KernelLaunch]
 
     @property
-    def tables(self) -> list[Table]:
-        """The tables of all launches."""
-        return [table for launch in self.launches for table in launch.tables]
-
-    @property
     def indices(self) -> StagedIndices:
         """The row indices of a job as a source of an engine."""
         return StagedIndices(self.index_nbytes if self.shift < 0 else 8)
@@ -68,8 +64,8 @@ class RowReads(NamedTuple):
             part_of: Returns the position of a table's rows among the parts of a job.
             index_part: Position of the row indices among them.
         """
-        head = [self.index_nbytes, self.shift, index_part, len(self.tables), len(self.launches)]
-        numbers = list(head)
+        n_tables = sum(len(launch.tables) for launch in self.launches)
+        numbers = [self.index_nbytes, self.shift, index_part, n_tables, len(self.launches)]
         for *launch, tables in self.launches:
             numbers += [*launch, len(tables)]
             for table in tables:
@@ -104,4 +100,9 @@ def sort_shift(n_rows: int, row_nbytes: int) -> int:
     """
     if row_nbytes >= _SHORT_NBYTES or n_rows * row_nbytes < _LARGE_NBYTES or n_rows >= 1 << 31:
         return -1
-    return max(0, (n_rows - 1).bit_length() - (_MOST_BUCKETS - 1).bit_length())
+    return bucket_shift(n_rows)
+
+
+def bucket_shift(n_rows: int) -> int:
+    """Return the least ``RowReads.shift`` with which a table of ``n_rows`` may be sorted."""
+    return max(0, (n_rows - 1).bit_length() - _BUCKET_BITS)

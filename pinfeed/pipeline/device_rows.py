@@ -58,7 +58,7 @@ class DeviceRows:
         self._index_part: int | None = None
         self._read: npt.NDArray[np.int64] | None = None
         self._n_parts = self._n_sources = 0
-        # What the device reads until a job has ended.
+        # Rows that the device reads until the last job has ended.
         self._reached: Sequence[object] = ()
 
     def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
@@ -85,8 +85,6 @@ class DeviceRows:
         order = sorted(sources, key=lambda k: (k in reached, sources[k].row_nbytes))
         self._n_parts = len(order)
         self._n_sources = len(order) - len(reached)
-        self._index_part = None
-        self._read = None
         self._reached = [memory_rows[k] for k in reached]
         if reads is not None:
             self._index_part = order.index(_INDICES)

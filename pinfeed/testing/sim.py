@@ -28,7 +28,7 @@ import numpy.typing as npt
 from pinfeed.devices.device import RowCopy
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.native.library import library
-from pinfeed.native.row_reads import KernelLaunch, RowReads, Table
+from pinfeed.native.row_reads import KernelLaunch, RowReads, Table, bucket_shift
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Store, row_nbytes, run_of
@@ -230,9 +230,9 @@ class SimDevice:
         for k, store in stores.items():
             self._pinned[id(store.array)] = store.array
             tables.append(Table(store.array.ctypes.data, row_nbytes(store), k))
-        # Rows of a long table are read in the order of groups of 4 rows, others in their own.
+        # Rows of a long table are read in the order of groups of at least 4 rows.
         n_rows = max(store.n_rows for store in stores.values())
-        kernel, shift = (PAIRS, 2) if n_rows > 16 else (4, -1)
+        kernel, shift = (PAIRS, max(2, bucket_shift(n_rows))) if n_rows > 16 else (4, -1)
         launches = [KernelLaunch(kernel, 1, 32, 1, [table]) for table in tables]
         return RowReads(4, shift, launches)
 

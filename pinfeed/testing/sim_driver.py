@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.devices.kernels import MOVES
 from pinfeed.native.driver import NOT_READY, DriverTable
 from pinfeed.native.engine import Engine
-from pinfeed.native.row_reads import MAX_TABLES
 from pinfeed.testing.sim_streams import SimEvent, SimStream
 
 if TYPE_CHECKING:
@@ -41,25 +41,6 @@ _ARGUMENTS: dict[str, list[Any]] = {
 PAIRS = 16
 """Handle of the kernel that reads rows by pairs; those of the others are the bytes of an index."""
 _ENTRIES: dict[int, Any] = {4: "i4", 8: "i8", PAIRS: [("row", "i4"), ("place", "i4")]}
-
-
-class _SimTable(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_size_t),
-        ("packed", ctypes.c_size_t),
-        ("row_nbytes", ctypes.c_uint32),
-    )
-
-
-class SimMoves(ctypes.Structure):
-    """The argument of the kernels that read rows; see read.c."""
-
-    _fields_ = (
-        ("indices", ctypes.c_size_t),
-        ("n_rows", ctypes.c_uint32),
-        ("n_tables", ctypes.c_uint32),
-        ("tables", _SimTable * MAX_TABLES),
-    )
 
 
 class SimDriver:
@@ -176,25 +157,26 @@ class SimDriver:
     def _launch(self, kernel: int, *arguments: Any) -> int:
         """Queue a read of rows, with the argument of the kernels of a GPU."""
         stream, pointers = arguments[7:9]
-        moves = SimMoves.from_buffer_copy(ctypes.string_at(pointers[0], ctypes.sizeof(SimMoves)))
-        tables = moves.tables[: moves.n_tables]
-        owners = [self._owner(table.rows, 1) for table in tables]
+        (moves,) = np.frombuffer(ctypes.string_at(pointers[0], MOVES.itemsize), MOVES)
+        n_rows = int(moves["n_rows"])
+        tables = moves["tables"][: moves["n_tables"]].tolist()
+        owners = [self._owner(table, 1) for table, _, _ in tables]
         entry = np.dtype(_ENTRIES[kernel])
 
         def run() -> None:
-            found = ctypes.string_at(moves.indices, entry.itemsize * moves.n_rows)
+            found = ctypes.string_at(int(moves["rows"]), entry.itemsize * n_rows)
             entries = np.frombuffer(found, entry)
-            places: Any = range(moves.n_rows)
+            places: Any = range(n_rows)
             if kernel == PAIRS:
                 entries, places = entries["row"], entries["place"]
-            for table, owner in zip(tables, owners, strict=True):
-                rows = owner()
-                assert rows is not None, "a kernel of the engine uses freed host memory"
-                n = rows.nbytes // table.row_nbytes
+            for (table, packed, nbytes), owner in zip(tables, owners, strict=True):
+                memory = owner()
+                assert memory is not None, "a kernel of the engine uses freed host memory"
                 # Numbers that were overwritten become others, which a GPU would not check.
-                for row, place in zip(entries % n, places, strict=True):
-                    to = table.packed + int(place) % moves.n_rows * table.row_nbytes
-                    ctypes.memmove(to, table.rows + int(row) * table.row_nbytes, table.row_nbytes)
+                rows = entries % (memory.nbytes // nbytes)
+                for row, place in zip(rows.tolist(), places, strict=True):
+                    to = packed + int(place) % n_rows * nbytes
+                    ctypes.memmove(to, table + row * nbytes, nbytes)
 
         self._stream(stream)._enqueue(run)
         return 0

@@ -254,9 +254,8 @@ def test_spilled_registers_are_noticed() -> None:
     assert max(spilled for _, spilled in found.values()) > 0
 
 
-def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch has the kernel, blocks and argument that the kernels in C take."""
-    current: list[Any] = []
+def device_class(current: list[Any]) -> type:
+    """Return a class like CuPy's, whose objects put a GPU on a list while they are entered."""
 
     class Device:
         def __init__(self, index: int) -> None:
@@ -268,7 +267,16 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
         def __exit__(self, *exc_info: object) -> None:
             current.pop()
 
-    class Stream(Device):
+    return Device
+
+
+def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch has the kernel, blocks and argument that the kernels in C take."""
+    current: list[Any] = []
+
+    device = device_class(current)
+
+    class Stream(device):
         @classmethod
         def from_external(cls, other: Any) -> Any:
             assert current == [3], "made for another GPU"
@@ -291,7 +299,7 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
 
             return launch
 
-    cuda = types.SimpleNamespace(Device=Device, Stream=Stream)
+    cuda = types.SimpleNamespace(Device=device, Stream=Stream)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
     found = kernels.RowKernels(3)
     for index, grid in ((np.int32, Grid(2)), (np.int64, Grid(2)), (np.int32, Grid(2, THIN))):
@@ -311,15 +319,7 @@ def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy has a kernel for each GPU, and gives that of the current one."""
     current = [0]
 
-    class Device:
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __enter__(self) -> None:
-            current.append(self.index)
-
-        def __exit__(self, *exc_info: object) -> None:
-            current.pop()
+    device = device_class(current)
 
     class Kernel:
         @property
@@ -333,7 +333,7 @@ def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return Kernel()
 
     cuda = types.SimpleNamespace(
-        Device=Device, Stream=types.SimpleNamespace(from_external=lambda stream: stream)
+        Device=device, Stream=types.SimpleNamespace(from_external=lambda stream: stream)
     )
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
     stored: Any = {0: ArrayStore(np.zeros((4, 2)))}
@@ -384,7 +384,7 @@ class Launching:
         n_blocks, _, _, n_threads, *_, arguments, _ = rest
         name = self.names[kernel - 1]
         self.launched.append(name)
-        moves = np.frombuffer(ctypes.string_at(arguments[0], kernels._MOVES.itemsize), np.uint8)
+        moves = np.frombuffer(ctypes.string_at(arguments[0], kernels.MOVES.itemsize), np.uint8)
         return self._run(name, n_blocks, n_threads, moves.copy())
 
 

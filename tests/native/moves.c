@@ -203,7 +203,7 @@ static void end_program(struct program *program)
 enum { N_TABLES = 5, INDICES = N_TABLES, N_SOURCES, DIRECT = N_SOURCES, N_PARTS, N_JOBS = 30,
        N_ROUNDS = 6 };
 
-/* Of the tables, of row indices at most, and of the rows that the GPU reads itself. */
+/* Bytes of a row of each table, of a row index at most, and of a row that the GPU reads itself. */
 static const int64_t row_nbytes[N_PARTS] = {4, 192, 0, 1024, 0, sizeof(struct pf_pair), 100};
 
 /* A job that was submitted. */

@@ -44,7 +44,7 @@ class Device(SimDevice):
     """A device with an engine, which may read some stores itself.
 
     Args:
-        reaches: ``"nothing"``, ``"short"`` rows of 2 bytes, the ``"others"``, or ``"all"`` rows.
+        reached: ``"nothing"``, ``"short"`` rows of 2 bytes, the ``"others"``, or ``"all"`` rows.
     """
 
     def __init__(self, choose: Any, reached: str = "nothing", **options: Any) -> None:
