@@ -152,6 +152,9 @@ class CudaDevice(DirectAccess):
     def address(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
 
+    def dense_address(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr() if _is_dense(tensor) else 0
+
     def tensor(
         self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> torch.Tensor:
@@ -263,14 +266,17 @@ def _addresses(src: torch.Tensor | Array, dst: torch.Tensor | Array) -> tuple[in
         or not isinstance(tensor, torch.Tensor)
         or TORCH.get(array.dtype) != tensor.dtype
         or not array.flags.c_contiguous
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
+        or not _is_dense(tensor)
         or array.nbytes != tensor.nbytes
     ):
         return 0, 0, 0
     there, here = array.__array_interface__["data"][0], tensor.data_ptr()
     return (there, array.nbytes, here) if array is src else (here, array.nbytes, there)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor are in memory one after the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_plain(value: Any) -> bool:
@@ -290,7 +296,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dense(values: torch.Tensor) -> torch.Tensor:
     """Return values whose rows are contiguous in memory, as they are or copied."""
-    if values.is_contiguous() and not values.is_conj() and not values.is_neg():
+    if _is_dense(values):
         return values
     return values.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -20,7 +20,7 @@ from pinfeed.devices.kernels import DeviceIndices, Grid, Move, RowKernels
 from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
 from pinfeed.devices.route_benchmark import MatrixProducts, grids_of, measure
 from pinfeed.errors import DeviceError, described
-from pinfeed.native.row_reads import RowReads
+from pinfeed.native.row_moves import RowDirection, RowMoves
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.pinned import PinnedStore
@@ -129,9 +129,9 @@ class DirectAccess:
         """Kernels that move rows, compiled at the first use."""
         return RowKernels(self._index)
 
-    def row_reads(self, stores: Mapping[int, Any]) -> RowReads:
+    def row_moves(self, kind: RowDirection, stores: Mapping[int, Any]) -> RowMoves:
         # Another feeder on this device may have chosen the staged route since.
-        return self.kernels.reads(stores, self.route.grid or _GRID)
+        return self.kernels.moves(kind, stores, self.route.grid or _GRID)
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
         if not stores or not len(rows) or run_of(rows) is not None:

@@ -15,6 +15,7 @@ from pinfeed.errors import DeviceError
 from pinfeed.native.driver import NOT_READY, DriverTable, driver_table
 from pinfeed.native.engine import Engine
 from pinfeed.native.library import Library, library, packing
+from pinfeed.native.writer import RowWriter
 
 _pack_1 = packing(1)
 _pack_2 = packing(2)
@@ -45,6 +46,11 @@ class CudaDriver:
     def start(self, engine: Engine, n_threads: int) -> None:
         """Start the threads of an engine."""
         engine.start(n_threads)
+
+    def start_writer(self, writer: RowWriter, n_threads: int) -> None:
+        """Start the threads of a writer."""
+        if n_threads:
+            writer.start(n_threads)
 
     def record(self, stream: int) -> CudaEvent:
         """Return an event after all work of a stream so far."""

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.layout import RowLayout
-from pinfeed.native.engine import Driver
-from pinfeed.native.row_reads import RowReads
+from pinfeed.native.driver import Driver
+from pinfeed.native.row_moves import RowDirection, RowMoves
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
@@ -296,10 +296,15 @@ class Device(Protocol):
 class EngineDevice(Device, Protocol):
     """A device that has an ``engine_driver``."""
 
-    def row_reads(self, stores: Mapping[int, Store]) -> RowReads:
-        """Return how an engine queues reads of rows by the device itself.
+    def row_moves(self, kind: RowDirection, stores: Mapping[int, Store]) -> RowMoves:
+        """Return how compiled functions queue moves of rows by the device itself.
 
         Args:
+            kind: Direction: a gather to the device, or a scatter of distinct rows from it.
             stores: Stores that the device reaches, at least one, by their positions in a batch.
         """
+        ...
+
+    def dense_address(self, tensor: Tensor) -> int:
+        """Return the address of a dense tensor; 0 if its elements are not one after the other."""
         ...

@@ -20,12 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.native.row_reads import MAX_TABLES, KernelLaunch, RowReads, Table, sort_shift
+from pinfeed.native.row_moves import (
+    MAX_TABLES,
+    KernelLaunch,
+    RowDirection,
+    RowMoves,
+    Table,
+    sort_shift,
+)
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import row_nbytes
 
@@ -350,10 +357,11 @@ class RowKernels:
             for n_threads in _LIMITS
         }
 
-    def reads(self, stores: Mapping[int, PinnedStore], grid: Grid) -> RowReads:
-        """Return how an engine queues gathers of the rows of stores.
+    def moves(self, kind: RowDirection, stores: Mapping[int, PinnedStore], grid: Grid) -> RowMoves:
+        """Return how compiled functions queue moves of the rows of stores.
 
         Args:
+            kind: Direction.
             stores: Stores in page-locked memory, by their positions in a batch.
             grid: Blocks of each launch.
         """
@@ -363,19 +371,19 @@ class RowKernels:
         n_rows = max(store.n_rows for store in stores.values())
         index_nbytes = 4 if n_rows < 1 << 31 else 8
         shift = -1
-        if grid.n_threads == THICK:
+        if kind == "gather" and grid.n_threads == THICK:
             shift = sort_shift(n_rows, max(table.row_nbytes for table in tables))
         found = []
         # The rows of a batch begin at addresses that every word divides.
         for width, group in _by_width(tables, lambda table: table.address | table.row_nbytes):
-            name = KERNELS["gather", width, index_nbytes] if shift < 0 else PAIRED[width]
+            name = KERNELS[kind, width, index_nbytes] if shift < 0 else PAIRED[width]
             kernel = self.modules[grid.n_threads].handle(name)
             found.append(KernelLaunch(kernel, *grid, width, group))
-        return RowReads(index_nbytes, shift, found)
+        return RowMoves(index_nbytes, shift, found)
 
     def move(
         self,
-        kind: Literal["gather", "scatter"],
+        kind: RowDirection,
         stream: int,
         rows: DeviceIndices,
         moves: Sequence[Move],

@@ -18,6 +18,7 @@ static inline void *pointer(int64_t address)
 enum { N_PART = sizeof(struct pf_rows) / sizeof(int64_t) };
 
 _Static_assert(sizeof(struct pf_rows) == 7 * sizeof(int64_t), "a part is seven numbers");
+_Static_assert(sizeof(struct pf_store) == 8 * sizeof(int64_t), "a store is eight numbers");
 
 static struct pf_source source_of(const int64_t *a)
 {
@@ -129,6 +130,63 @@ PF_API int64_t pf_api_engine_free(const int64_t *a)
     if (a[1])
         pf_engine_stop(pointer(a[0]));
     pf_engine_free(pointer(a[0]), !a[1]);
+    return 0;
+}
+
+/* Arguments: driver, side stream, both staging memories, places, how the GPU writes rows itself,
+ * number of staged parts, where to write the address of the writer, number of parts, and the store
+ * of each part. Returns 0 or an error of the driver. */
+PF_API int64_t pf_api_writer_open(const int64_t *a)
+{
+    return pf_writer_open(pointer(a[7]), pointer(a[0]), pointer(a[1]), (char *const *)(a + 2),
+                          (uint32_t)a[4], a[8], a[6], (const struct pf_store *)(a + 9),
+                          pointer(a[5]));
+}
+
+/* Arguments: writer, most threads that help. */
+PF_API int64_t pf_api_writer_start(const int64_t *a)
+{
+    pf_writer_start(pointer(a[0]), (int)a[1]);
+    return 0;
+}
+
+/* Arguments: writer, stream of the loop, row indices, number of rows, number of parts; the offset,
+ * then the values, and then the memory of each part. Returns as pf_writer_write does. */
+PF_API int64_t pf_api_writer_write(const int64_t *a)
+{
+    const int64_t n = a[4];
+    return pf_writer_write(pointer(a[0]), pointer(a[1]), pointer(a[2]), a[3], a + 5,
+                           (char *const *)(a + 5 + n), (char *const *)(a + 5 + 2 * n));
+}
+
+/* Argument: writer. Returns whether there was a step. */
+PF_API int64_t pf_api_writer_step(const int64_t *a) { return pf_writer_step(pointer(a[0])); }
+
+/* Arguments of these two: writer, number of the write. They return what the functions of write.c
+ * return. */
+PF_API int64_t pf_api_writer_wait(const int64_t *a)
+{
+    return pf_writer_wait(pointer(a[0]), (uint32_t)a[1]);
+}
+
+PF_API int64_t pf_api_writer_is_computed(const int64_t *a)
+{
+    return pf_writer_is_computed(pointer(a[0]), (uint32_t)a[1]);
+}
+
+/* Argument: writer. */
+PF_API int64_t pf_api_writer_stop(const int64_t *a)
+{
+    pf_writer_stop(pointer(a[0]));
+    return 0;
+}
+
+/* Arguments: writer, and whether this process has its threads. */
+PF_API int64_t pf_api_writer_free(const int64_t *a)
+{
+    if (a[1])
+        pf_writer_stop(pointer(a[0]));
+    pf_writer_free(pointer(a[0]), !a[1]);
     return 0;
 }
 

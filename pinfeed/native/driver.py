@@ -1,11 +1,15 @@
-"""DriverTable: the calls of the CUDA driver that compiled functions make, looked up at run time."""
+"""Driver: the calls of a device that compiled functions make; DriverTable: those of CUDA."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pinfeed.native.engine import Engine
+    from pinfeed.native.writer import RowWriter
 
 NOT_READY = 600
 """Result of ``query`` for an event that its stream has not passed."""
@@ -24,6 +28,37 @@ _SYMBOLS = {
     "launch": "cuLaunchKernel",
 }
 """Name of each call in the driver, in the order of ``pf_driver`` in pinfeed.h."""
+
+
+class DriverEvent(Protocol):
+    """Event of a driver; the driver uses it again when nothing refers to it."""
+
+    handle: int
+
+    def sync(self) -> None:
+        """Block the calling thread until the last record has passed."""
+
+
+class Driver(Protocol):
+    """The driver of one device, and how its errors are raised."""
+
+    @property
+    def address(self) -> int:
+        """Address of a ``pf_driver`` of pinfeed.h."""
+        ...
+
+    def event(self) -> DriverEvent:
+        """Return an event for the caller to record."""
+        ...
+
+    def start(self, engine: Engine, n_threads: int) -> None:
+        """Start the threads of an engine: call ``engine.start``, or play the threads itself."""
+
+    def start_writer(self, writer: RowWriter, n_threads: int) -> None:
+        """Start the threads of a writer: call ``writer.start``, or play the threads itself."""
+
+    def raise_error(self, code: int) -> None:
+        """Raise the error that a call of the driver has returned."""
 
 
 class DriverTable(ctypes.Structure):

@@ -13,8 +13,8 @@
  * pieces are gathered: the thread that ends a piece also queues the copies, and calls the driver
  * itself. No Python runs between two requests of the loop.
  *
- * The GPU may read some rows itself (see read.c). Then a job gathers its row indices like rows, and
- * the last thing that is queued for it is the reads.
+ * The GPU may read some rows itself (see direct.c). Then a job gathers its row indices like rows,
+ * and the last thing that is queued for it is the reads.
  *
  *     the thread of the loop              any thread: one of the engine, or the loop that waits
  *
@@ -151,7 +151,7 @@ struct source {
 struct pf_engine {
     const struct pf_driver *driver; /* NULL if batches are in host memory */
     void *side;                     /* stream of the copies */
-    const struct pf_read *read;     /* rows that the GPU reads itself; NULL for none */
+    const struct pf_direct *direct; /* rows that the GPU reads itself; NULL for none */
     int n_sources;
     size_t n_devices; /* parts of a job on the GPU */
     int n_threads;
@@ -175,19 +175,19 @@ struct pf_engine {
     pthread_t threads[MOST_THREADS];
 };
 
-static double now_s(void)
+double pf_now_s(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static long sleep_if(_Atomic uint32_t *word, uint32_t value)
+long pf_sleep_if(_Atomic uint32_t *word, uint32_t value)
 {
     return syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
-static void wake(_Atomic uint32_t *word, int n)
+void pf_wake(_Atomic uint32_t *word, int n)
 {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
 }
@@ -242,7 +242,7 @@ static void gather_piece(const struct pf_engine *engine, struct job *job, int64_
     const int k = source_of_piece(engine, job, piece, &begin, &end);
     const struct pf_source *rows = &engine->sources[k].rows;
     if (!rows->n_parts) {
-        if (!pf_stage_indices(engine->read, job->rows, job->first, begin, end, job->outs[k]))
+        if (!pf_stage_indices(engine->direct, job->rows, job->first, begin, end, job->outs[k]))
             atomic_store(&job->is_mixed, 1);
         return;
     }
@@ -256,9 +256,9 @@ static void end_job(const struct pf_engine *engine, struct job *job)
     for (int k = 0; k < engine->n_sources; k++)
         if (pf_has_shrunk(&engine->sources[k].rows))
             note(&job->failed, k + 1);
-    job->end_s = now_s();
+    job->end_s = pf_now_s();
     if (atomic_exchange(&job->state, ENDED) == AWAITED)
-        wake(&job->state, 1);
+        pf_wake(&job->state, 1);
 }
 
 /* ---- copies to the GPU: one thread at a time ------------------------------------------------- */
@@ -296,12 +296,13 @@ static int send_job(const struct pf_engine *engine, struct job *job)
     if (!is_whole)
         return 0;
     /* Row indices that have not arrived may be any numbers. */
-    if (engine->read && !atomic_load(&job->error)) {
+    if (engine->direct && !atomic_load(&job->error)) {
         const int64_t start = atomic_load(&job->is_mixed) ? -1
                               : job->rows && job->n      ? job->rows[0]
                                                          : job->first;
         note(&job->error,
-             pf_read_rows(driver, engine->side, engine->read, start, job->n, job->devices));
+             pf_move_rows(driver, engine->side, engine->direct, PF_FROM_TABLES, start, job->n,
+                          job->devices));
     }
     note(&job->error, driver->record(slot->copied, engine->side));
     end_job(engine, job);
@@ -334,11 +335,11 @@ static int open_gate(const struct pf_engine *engine, struct job *job)
     if (atomic_compare_exchange_strong(&job->gate, &gate, OPENING)) {
         note(&job->error, engine->driver->sync(job->slot->copied)); /* (1) */
         atomic_store(&job->gate, OPEN);
-        wake(&job->gate, MOST_THREADS);
+        pf_wake(&job->gate, MOST_THREADS);
         return 0;
     }
     while (gate == OPENING) {
-        if (sleep_if(&job->gate, OPENING) && errno == EINTR)
+        if (pf_sleep_if(&job->gate, OPENING) && errno == EINTR)
             return -1;
         gate = atomic_load(&job->gate);
     }
@@ -359,7 +360,7 @@ static int help(struct pf_engine *engine, uint32_t number)
     } while (!atomic_compare_exchange_weak(&job->ticket, &ticket, ticket - 1));
     const uint32_t left = (uint32_t)ticket;
     if (left == job->n_pieces)
-        job->begin_s = now_s();
+        job->begin_s = pf_now_s();
     if (left == 1)
         atomic_fetch_sub(&engine->n_untaken, 1);
     const uint32_t piece = job->n_pieces - left;
@@ -390,7 +391,7 @@ static void *work(void *argument)
             n_looks = ++n_sleeps % SLEEPS_BEFORE_TRIAL ? FEW_LOOKS : MOST_LOOKS;
             atomic_fetch_add(&engine->n_asleep, 1);
             if (!atomic_load(&engine->is_stopped))
-                sleep_if(&engine->bell, bell);
+                pf_sleep_if(&engine->bell, bell);
             atomic_fetch_sub(&engine->n_asleep, 1);
             continue;
         }
@@ -407,7 +408,7 @@ static void ring(struct pf_engine *engine)
 {
     atomic_fetch_add(&engine->bell, 1);
     if (atomic_load(&engine->n_asleep))
-        wake(&engine->bell, MOST_THREADS);
+        pf_wake(&engine->bell, MOST_THREADS);
 }
 
 /* ---- what the loop calls --------------------------------------------------------------------- */
@@ -492,7 +493,7 @@ struct pf_engine *pf_engine_open(int n_sources, const struct pf_source *sources,
 }
 
 int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *driver, void *side,
-                         uint32_t n_slots, char *const *staging, const struct pf_read *read)
+                         uint32_t n_slots, char *const *staging, const struct pf_direct *direct)
 {
     int error = 0;
     engine->slots = calloc(n_slots, sizeof *engine->slots);
@@ -501,8 +502,8 @@ int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *drive
     engine->driver = driver;
     engine->side = side;
     engine->n_slots = n_slots;
-    engine->read = read;
-    engine->n_devices = (size_t)engine->n_sources + (read ? (size_t)read->n_tables : 0);
+    engine->direct = direct;
+    engine->n_devices = (size_t)engine->n_sources + (direct ? (size_t)direct->n_tables : 0);
     for (uint32_t i = 0; i < engine->n_places; i++) {
         engine->jobs[i].devices = calloc(engine->n_devices, sizeof(char *));
         if (!engine->jobs[i].devices)
@@ -510,7 +511,7 @@ int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *drive
     }
     /* One thread sorts all row indices of a job. */
     for (int k = 0; k < engine->n_sources; k++)
-        if (!engine->sources[k].rows.n_parts && read->shift >= 0)
+        if (!engine->sources[k].rows.n_parts && direct->shift >= 0)
             engine->sources[k].rows_per_piece = INT64_MAX / 2;
     struct pf_scope scope = pf_enter(engine->driver);
     for (uint32_t i = 0; i < n_slots && !error; i++) {
@@ -524,11 +525,8 @@ int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *drive
     return error;
 }
 
-/* The threads block all signals, because those of the program are for its own threads. */
-void pf_engine_start(struct pf_engine *engine, int n_threads)
+int pf_start_thread(pthread_t *thread, void *(*work)(void *), void *argument)
 {
-    if (n_threads > MOST_THREADS)
-        n_threads = MOST_THREADS;
     sigset_t all, before;
     sigfillset(&all);
     sigdelset(&all, SIGBUS);
@@ -536,12 +534,20 @@ void pf_engine_start(struct pf_engine *engine, int n_threads)
     sigdelset(&all, SIGFPE);
     sigdelset(&all, SIGILL);
     pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(thread, NULL, work, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+void pf_engine_start(struct pf_engine *engine, int n_threads)
+{
+    if (n_threads > MOST_THREADS)
+        n_threads = MOST_THREADS;
     pthread_mutex_lock(&engine->stopping);
     while (!atomic_load(&engine->is_stopped) && engine->n_threads < n_threads
-           && !pthread_create(&engine->threads[engine->n_threads], NULL, work, engine))
+           && !pf_start_thread(&engine->threads[engine->n_threads], work, engine))
         engine->n_threads++;
     pthread_mutex_unlock(&engine->stopping);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* Prepares the copies of a job, whose place no thread uses. Returns whether its gate is closed. */
@@ -599,7 +605,7 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
     atomic_store(&job->is_mixed, 0);
     const int is_closed = engine->driver && prepare_copies(engine, job, compute);
     atomic_store(&job->gate, is_closed && n_pieces ? CLOSED : OPEN); /* (a) */
-    job->begin_s = job->end_s = now_s();
+    job->begin_s = job->end_s = pf_now_s();
     atomic_store(&job->state, n_pieces || engine->driver ? RUNNING : ENDED);
     if (n_pieces)
         atomic_fetch_add(&engine->n_untaken, 1);
@@ -623,7 +629,7 @@ static int wait_for(struct pf_engine *engine, uint32_t number)
     uint32_t running = RUNNING;
     atomic_compare_exchange_strong(&job->state, &running, AWAITED);
     while (atomic_load(&job->state) != ENDED)
-        if (sleep_if(&job->state, AWAITED) && errno == EINTR)
+        if (pf_sleep_if(&job->state, AWAITED) && errno == EINTR)
             return -1;
     return 0;
 }
@@ -671,7 +677,7 @@ void pf_engine_stop(struct pf_engine *engine)
 {
     atomic_store(&engine->is_stopped, 1);
     atomic_fetch_add(&engine->bell, 1);
-    wake(&engine->bell, MOST_THREADS);
+    pf_wake(&engine->bell, MOST_THREADS);
     pthread_mutex_lock(&engine->stopping);
     while (engine->n_threads)
         pthread_join(engine->threads[--engine->n_threads], NULL);

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ClosedError
+from pinfeed.native.driver import Driver
 from pinfeed.native.library import Library, library, packing
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.native.row_reads import StagedIndices
+from pinfeed.native.row_moves import StagedIndices
 from pinfeed.threads.exit import current_owner, exit_hook
 
 _pack_wait = packing(4)
@@ -35,34 +36,6 @@ class Result(ctypes.Structure):
     )
 
 
-class DriverEvent(Protocol):
-    """Event of a driver; the driver uses it again when nothing refers to it."""
-
-    handle: int
-
-    def sync(self) -> None:
-        """Block the calling thread until the last record has passed."""
-
-
-class Driver(Protocol):
-    """The driver of one device, and how its errors are raised."""
-
-    @property
-    def address(self) -> int:
-        """Address of a ``pf_driver`` of pinfeed.h."""
-        ...
-
-    def event(self) -> DriverEvent:
-        """Return an event for the caller to record."""
-        ...
-
-    def start(self, engine: Engine, n_threads: int) -> None:
-        """Start the threads of an engine: call ``engine.start``, or play the threads itself."""
-
-    def raise_error(self, code: int) -> None:
-        """Raise the error that a call of the driver has returned."""
-
-
 class Staged(NamedTuple):
     """Memory, stream and driver by which an engine moves its jobs to a device."""
 
@@ -76,7 +49,7 @@ class Staged(NamedTuple):
     owner: object
     """Object that keeps this memory alive."""
     read: npt.NDArray[np.int64] | None = None
-    """Rows that the device reads itself; see ``RowReads.description``."""
+    """Rows that the device reads itself; see ``RowMoves.description``."""
 
 
 class Engine:

@@ -4,7 +4,8 @@
  * guard.c    survives pages that cannot be loaded while rows are copied
  * engine.c   threads that gather the rows of the next batches, and move them to a GPU
  * move.c     batches that the loop's thread has, on their way to a GPU
- * read.c     rows in page-locked memory, which the GPU reads itself
+ * direct.c   rows in page-locked memory, which the GPU reads itself, or writes
+ * write.c    rows that go from a GPU back to their stores
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
  * distinct.c distinct row indices
@@ -15,6 +16,7 @@
 #ifndef PINFEED_H
 #define PINFEED_H
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -95,6 +97,14 @@ struct pf_driver {
                   unsigned, unsigned, void *stream, void **arguments, void **); /* cuLaunchKernel */
 };
 
+/* For the other files: the time in seconds of CLOCK_MONOTONIC; a sleep while a word has a value, and
+ * the end of the sleep of at most `n` threads; and the start of a thread that takes no signals of
+ * the program. */
+double pf_now_s(void);
+long pf_sleep_if(_Atomic uint32_t *word, uint32_t value);
+void pf_wake(_Atomic uint32_t *word, int n);
+int pf_start_thread(pthread_t *thread, void *(*work)(void *), void *argument);
+
 enum {
     PF_OUT_OF_MEMORY = 2,   /* CUDA_ERROR_OUT_OF_MEMORY */
     PF_NOT_READY = 600,     /* CUDA_ERROR_NOT_READY: the stream has not passed the event */
@@ -103,12 +113,12 @@ enum {
 };
 
 struct pf_engine;
-struct pf_read;
+struct pf_direct;
 
 /* Returns an engine without threads, or NULL if memory is missing.
  *
  * sources: the rows that every job gathers; one without parts stands for the row indices of the
- *     job, in the format of `read`
+ *     job, in the format of `direct`
  * n_places: most jobs that have not ended, or that the loop has not waited for
  * ring_at: jobs with pieces to take at which sleeping threads are woken; the loop gathers fewer
  *     itself, when it needs them
@@ -121,10 +131,10 @@ struct pf_engine *pf_engine_open(int n_sources, const struct pf_source *sources,
  * side: the stream of the copies
  * n_slots: number of slots; the jobs use them in turn
  * staging: page-locked memory of each slot
- * read: the rows that the GPU reads itself, which the caller keeps; NULL for none
+ * direct: the rows that the GPU reads itself, which the caller keeps; NULL for none
  * Returns 0 or an error of the driver. */
 int pf_engine_use_driver(struct pf_engine *engine, const struct pf_driver *driver, void *side,
-                         uint32_t n_slots, char *const *staging, const struct pf_read *read);
+                         uint32_t n_slots, char *const *staging, const struct pf_direct *direct);
 
 /* Starts as many of `n_threads` threads as the system permits. Without any, only the loop
  * gathers. */
@@ -230,7 +240,7 @@ int pf_move(const struct pf_move *move);
  * is_idle: receives whether the GPU had done all work queued before the event `released` */
 int pf_receive(const struct pf_move *move, int *is_idle);
 
-/* read.c */
+/* direct.c */
 
 #define PF_MOST_TABLES 8
 
@@ -252,7 +262,7 @@ struct pf_launch {
 };
 
 /* Rows that the GPU reads itself, by row indices in its own memory. */
-struct pf_read {
+struct pf_direct {
     int64_t index_nbytes; /* 4 or 8 */
     int64_t shift; /* -1; or indices are pairs of a row and its place, sorted by row >> shift */
     int64_t part;  /* position of the row indices among the parts of a job on the GPU */
@@ -284,16 +294,84 @@ struct pf_moves {
 
 /* Writes the row indices [begin, end) of a job where they are staged; all of them if they are
  * sorted. Returns whether they are the rows from the first one of the job on. */
-int pf_stage_indices(const struct pf_read *read, const int64_t *rows, int64_t first, int64_t begin,
-                     int64_t end, char *staged);
+int pf_stage_indices(const struct pf_direct *direct, const int64_t *rows, int64_t first,
+                     int64_t begin, int64_t end, char *staged);
 
-/* Queues reads of the rows of a job, whose row indices are on the GPU. Returns 0 or an error of
- * the driver.
+enum { PF_FROM_TABLES, PF_TO_TABLES };
+
+/* Queues reads of rows whose row indices are on the GPU, or writes. Returns 0 or an error of the
+ * driver.
  *
+ * direction: PF_FROM_TABLES, or PF_TO_TABLES with kernels that write
  * start: first row, if the rows follow each other, which needs no kernel; -1 otherwise
- * devices: where the parts of the job go on the GPU */
-int pf_read_rows(const struct pf_driver *driver, void *stream, const struct pf_read *read,
-                 int64_t start, int64_t n, char *const *devices);
+ * devices: where the parts are on the GPU; NULL for a part that is left out */
+int pf_move_rows(const struct pf_driver *driver, void *stream, const struct pf_direct *direct,
+                 int direction, int64_t start, int64_t n, char *const *devices);
+
+/* write.c */
+
+/* A store whose rows are written. */
+struct pf_store {
+    struct pf_rows rows; /* without a base for one that is never written from staging memory */
+    int64_t row_nbytes;
+};
+
+/* What was written; the writer begins with it. */
+struct pf_written {
+    _Atomic uint32_t n_done; /* writes that have ended; their memory is not used any more */
+    _Atomic int32_t error;   /* of the driver; 0 for none */
+    double seconds;          /* in which rows were written */
+};
+
+struct pf_writer;
+
+/* Makes a writer without threads. Returns 0 or an error of the driver.
+ *
+ * side: the stream of the copies
+ * staging: two page-locked memories, each for the largest write
+ * n_places: most writes that have not ended
+ * n_parts: number of parts of a write: `n_staged` that go through staging memory; and after them
+ *     the row indices for the GPU and the parts that it writes itself, if there are any
+ * stores: of each part
+ * direct: how the GPU writes rows itself, which the caller keeps; NULL if it does not */
+int pf_writer_open(struct pf_writer **opened, const struct pf_driver *driver, void *side,
+                   char *const *staging, uint32_t n_places, int64_t n_parts, int64_t n_staged,
+                   const struct pf_store *stores, const struct pf_direct *direct);
+
+/* Starts the writer's thread, and at most `n_helpers` threads that help it. Without threads, those
+ * who wait for a write make it. */
+void pf_writer_start(struct pf_writer *writer, int n_helpers);
+
+enum { PF_STOPPED = -1 };
+
+/* Queues a write. The caller keeps its memory until it has ended. At most `n_places` - 1 writes
+ * have not ended.
+ *
+ * compute: the stream that computes the values
+ * rows: the row indices, shape (n,), n > 0, all distinct
+ * offsets: of each part in staging memory, ascending
+ * values: of each part on the GPU; NULL for a store that stays as it is
+ * devices: memory of each part on the GPU, where the values are held; the values themselves if they
+ *     do not change
+ * Returns 0, an error of the driver, or PF_STOPPED, after which nothing is written. */
+int pf_writer_write(struct pf_writer *writer, void *compute, const int64_t *rows, int64_t n,
+                    const int64_t *offsets, char *const *values, char *const *devices);
+
+/* Makes one step of the writer's thread, if it has none. Returns whether there was one. */
+int pf_writer_step(struct pf_writer *writer);
+
+/* Waits until a write has ended. Returns 0, or -1 if a signal arrived. */
+int pf_writer_wait(struct pf_writer *writer, uint32_t number);
+
+/* Returns whether the GPU has computed the values of a write that has not ended. */
+int pf_writer_is_computed(const struct pf_writer *writer, uint32_t number);
+
+/* Makes all queued writes, and ends the threads. Later writes are refused. Any thread may call
+ * this. */
+void pf_writer_stop(struct pf_writer *writer);
+
+/* Frees a stopped writer, or one of which this process is a fork. */
+void pf_writer_free(struct pf_writer *writer, int is_forked);
 
 /* shuffle.c */
 

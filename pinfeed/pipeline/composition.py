@@ -36,6 +36,7 @@ from pinfeed.pipeline.draws import (
     close_unless_running,
 )
 from pinfeed.pipeline.engine_loop import EngineLoop
+from pinfeed.pipeline.engine_writes import are_in_memory
 from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.filler import Filler, TransformingFiller
 from pinfeed.pipeline.host_transfer import HostTransfer
@@ -294,6 +295,9 @@ def _engine_loop(
     batches = source.batches
     assert isinstance(batches, OrderBatches)
     spans = batches.spans(position.epoch, position.batch, schedule.batches_per_slot)
+    writer = None
+    if isinstance(mover, DeviceRows) and schedule.writes and not are_in_memory(source.stores):
+        writer = mover.transfer
     parts = LoopParts(
         mover=mover,
         first=position.batch,
@@ -303,7 +307,7 @@ def _engine_loop(
         stop=mover.stop,
         close=lambda n_requested: close_unless_running(spans),
         quiesce=mover.quiesce,
-        writer=mover.transfer if schedule.writes and isinstance(mover, DeviceRows) else None,
+        writer=writer,
     )
     # To draw these rows takes less time than to take them from another thread, which also needs the
     # interpreter's lock.

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.devices.device import Device, Stream, Tensor
-from pinfeed.native.driver import NOT_READY
-from pinfeed.native.engine import Driver, DriverEvent
+from pinfeed.native.driver import NOT_READY, Driver, DriverEvent
 from pinfeed.native.library import library, packing
 from pinfeed.pipeline.loader_layout import LoaderLayout
 from pinfeed.pipeline.part_memory import WHOLE, known_nbytes

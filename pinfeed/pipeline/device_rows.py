@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import EngineDevice, Tensor
 from pinfeed.devices.layout import RowLayout
-from pinfeed.native.engine import Driver, Engine, Staged
+from pinfeed.native.driver import Driver
+from pinfeed.native.engine import Engine, Staged
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.native.row_reads import RowReads, StagedIndices
+from pinfeed.native.row_moves import RowMoves, StagedIndices
 from pinfeed.pipeline.job_memory import JobMemory, JobParts
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot
@@ -47,7 +48,8 @@ class DeviceRows:
     def __init__(self, transfer: Transfer, driver: Driver) -> None:
         self.transfer = transfer
         """Mover of the feeder, which also writes rows back."""
-        self._driver = driver
+        self.driver = driver
+        """Driver of the device."""
         self.device: EngineDevice = transfer.device
         self.counters = transfer.counters
         self.engine: Engine
@@ -76,9 +78,9 @@ class DeviceRows:
         reached = {k: store for k, store in enumerate(stores) if self.device.reaches(store)}
         sources: dict[int, MemoryRows | StagedIndices] = dict(enumerate(memory_rows))
         types = {k: (store.row_shape, store.dtype) for k, store in enumerate(stores)}
-        reads: RowReads | None = None
+        reads: RowMoves | None = None
         if reached:
-            reads = self.device.row_reads(reached)
+            reads = self.device.row_moves("gather", reached)
             sources[_INDICES] = reads.indices
             types[_INDICES] = reads.indices.row_type
         # What the engine gathers comes before the rows that the device reads itself.
@@ -101,7 +103,7 @@ class DeviceRows:
         nbytes = [*layout.offsets, layout.nbytes][self._n_sources]
         staging = [self.transfer.staging_of(slot, nbytes) for slot in self._slots]
         return Staged(
-            self._driver,
+            self.driver,
             self.transfer.read_stream.handle,
             [memory.ctypes.data for memory in staging],
             self._n_parts,

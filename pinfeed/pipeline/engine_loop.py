@@ -22,6 +22,7 @@ from pinfeed.errors import ReadError
 from pinfeed.native.engine import Engine
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.device_rows import DeviceRows
+from pinfeed.pipeline.engine_writes import EngineWrites
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.job_memory import JobParts
 from pinfeed.pipeline.loop import Loop, LoopParts
@@ -82,6 +83,10 @@ class EngineLoop(Loop):
             row_types = [(store.row_shape, store.dtype) for store in stores]
             self._job = JobParts(memory_rows, row_types)
         self._full = self._job.layout(self._slot_rows)
+        if schedule.writes and parts.writer is None and isinstance(self._mover, DeviceRows):
+            self.write_queue = EngineWrites(
+                self._mover, stores, memory_rows, batch_size, schedule, self.threads
+            )
         self._row_nbytes = sum(map(row_nbytes, stores))
         self._full_sizes = sizes(self._slot_rows, batch_size)
         # Slots that the engine is filling, each with the number of its job, in order.

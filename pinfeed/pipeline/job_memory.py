@@ -11,7 +11,7 @@ import numpy as np
 from pinfeed.devices.device import Tensor
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.native.row_reads import StagedIndices
+from pinfeed.native.row_moves import StagedIndices
 
 RowType = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and dtype of a row."""

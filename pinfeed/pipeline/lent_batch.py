@@ -9,9 +9,9 @@ from typing import Any
 
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import WriteBackError
+from pinfeed.pipeline.engine_writes import EngineWrites
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.pipeline.writer import Writer
 
 
 class LentBatch:
@@ -60,7 +60,6 @@ class WritableBatch(LentBatch):
     """A batch of a loop that writes rows back, or has caches, until the next one is requested.
 
     Args:
-        writer: Takes values that are to be written back.
         write_queue: Write-backs of the loop.
         host_batch: Contents of the slot.
         tensors: Tensors of this batch.
@@ -70,15 +69,13 @@ class WritableBatch(LentBatch):
 
     def __init__(
         self,
-        writer: Writer,
-        write_queue: WriteQueue,
+        write_queue: WriteQueue | EngineWrites,
         host_batch: HostBatch,
         tensors: list[Tensor],
         i: int,
         number: int,
     ) -> None:
         super().__init__(host_batch, tensors, i, number)
-        self._writer = writer
         self._write_queue = write_queue
         self._is_over = False
         self._is_written = False
@@ -132,16 +129,12 @@ class WritableBatch(LentBatch):
             check: Whether to raise the error of an earlier write-back. With False, the end of the
                 loop raises it.
         """
-        is_cached = any(group.cached is not None for group in self._slot_groups)
-        with self._write_queue.adding if is_cached else contextlib.nullcontext():
-            self._write_queue.require_running()
-            held = self._writer.capture_values(self.groups, values, self.number, copied=copied)
-            self._write_queue.add(held, check=check)
+        self._write_queue.write(self.groups, values, self.number, copied=copied, check=check)
         self._is_written = True
 
 
 def finish_each(
-    batches: Generator[WritableBatch, None, None], write_queue: WriteQueue
+    batches: Generator[WritableBatch, None, None], write_queue: WriteQueue | EngineWrites
 ) -> Iterator[WritableBatch]:
     """Yield the batches of a loop, and end and finish each after its training step.
 

@@ -25,6 +25,7 @@ from pinfeed.memory import page_locked
 from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.draws import Mover
+from pinfeed.pipeline.engine_writes import EngineWrites
 from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
@@ -67,7 +68,7 @@ class LoopParts:
     quiesce: Callable[[], object]
     """Waits for queued copies, and releases the memory of the loop."""
     writer: Writer | None = None
-    """Writer of the loop; None if the loop writes no rows back and has no caches."""
+    """Writer of the loop; None if it has no caches, and needs no Python to write rows back."""
     is_named: bool = False
     """Whether a profiler of the device should show each write-back under a name."""
 
@@ -139,7 +140,7 @@ class Loop:
         """
         self.is_between_epochs = False
         """Whether the loop has ended an epoch, and keeps the first batches of the next one."""
-        self.write_queue: WriteQueue | None = None
+        self.write_queue: WriteQueue | EngineWrites | None = None
         if parts.writer is not None:
             limit = parts.schedule.max_pending_writes
             self.write_queue = WriteQueue(parts.writer, self.threads, limit)
@@ -155,9 +156,9 @@ class Loop:
         error of a write-back is raised as soon as it is known. A continuous loop yields
         ``EPOCH_END`` after an epoch instead of ending, and then the batches of the next one.
         """
-        if self.write_queue is None or self._parts.writer is None:
+        if self.write_queue is None:
             return self._lend(LentBatch)
-        make = functools.partial(WritableBatch, self._parts.writer, self.write_queue)
+        make = functools.partial(WritableBatch, self.write_queue)
         return finish_each(self._lend(make), self.write_queue)
 
     def _slots(self) -> Callable[[], Slot | None]:
@@ -293,11 +294,12 @@ class Loop:
             is_last: Whether the loop is ending, after which no row may change.
         """
         writer = self._parts.writer
-        if writer is None or self.write_queue is None or not writer.has_caches:
+        queue = self.write_queue
+        if writer is None or not isinstance(queue, WriteQueue) or not writer.has_caches:
             return
-        with self.write_queue.adding:
+        with queue.adding:
             for write in writer.changed_rows(is_last=is_last):
-                self.write_queue.add(write, check=False)
+                queue.add(write, check=False)
         if is_last:
             writer.note_flushed()
 
@@ -309,8 +311,9 @@ class Loop:
                 again when it ends.
         """
         self.flush_caches()
-        if self.write_queue is not None and self._parts.writer is not None:
+        if self.write_queue is not None:
             self.write_queue.drain()
+        if self._parts.writer is not None:
             self._parts.writer.note_flushed()
 
     def _pause(self) -> bool:

@@ -133,8 +133,10 @@ def index_allocations(n_rows: int, depth: int, n_held: int, *, by_device: bool) 
     if by_device:
         # Kernels take the row indices of each batch, also to write it back.
         n_uploaded = depth + 2 + n_held
+        # Two write-backs overlap.
+        n_staged = depth + 1 + min(n_held, 2)
         found += [
-            Allocation("page-locked row indices", "pinned", depth + 1, block_nbytes(nbytes)),
+            Allocation("page-locked row indices", "pinned", n_staged, block_nbytes(nbytes)),
             Allocation("uploaded row indices", "device", n_uploaded, aligned(nbytes)),
         ]
     return found

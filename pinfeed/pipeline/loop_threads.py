@@ -12,14 +12,15 @@ from typing import Any
 from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
 from pinfeed.native.engine import Engine
+from pinfeed.native.writer import RowWriter
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.exit import exit_hook
 
-# Number of threads that help the writer to scatter the rows of a write-back. Together they use at
-# most half of the cores.
-_N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
+N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
+"""Number of threads that help the writer to scatter the rows of a write-back; together they use at
+most half of the cores."""
 
 
 _CLOSED = (
@@ -60,13 +61,16 @@ class LoopThreads:
         # Identifiers of the threads that have written rows back.
         self._writers: set[int] = set()
         # Another thread may close the feeder while the loop writes rows back. Without this lock, it
-        # could join the writer thread just before it starts for the write-back.
-        self._joining = threading.Lock()
+        # could join the writer thread just before it starts for the write-back. A signal handler
+        # may close the feeder, too.
+        self._joining = threading.RLock()
         self._are_writers_joined = False
         # All threads that ``start_readers`` has started.
         self._readers: list[Workers] = []
         self.engine: Engine | None = None
         """Threads that gather rows without Python; None if the loop has none."""
+        self.row_writer: RowWriter | None = None
+        """Threads that write rows back without Python; None before the first write-back."""
         self._writer: Workers | None = None
         # Threads that help the writer.
         self._helpers: Workers | None = None
@@ -102,6 +106,17 @@ class LoopThreads:
                 self._writer = self._device.worker("pinfeed-write")
             return self._writer.submit(self._write, self._named("write", batch, fn), *args)
 
+    def open_row_writer(self, make: Callable[[], RowWriter]) -> RowWriter:
+        """Return the writer without Python, which ``make`` opens before the first write-back."""
+        with self._joining:
+            self._require_writers()
+            if self.row_writer is None:
+                self.row_writer = make()
+            if self._are_writers_joined:
+                # A signal handler has closed the feeder since.
+                self.row_writer.shutdown()
+            return self.row_writer
+
     def scatter_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make several calls, in several threads if the machine has cores (writer).
 
@@ -114,12 +129,12 @@ class LoopThreads:
         submitted: Pending[object] | None = None
         for i, call in enumerate(calls):
             submitted = None
-            if i % (1 + _N_SCATTER_HELPERS):
+            if i % (1 + N_SCATTER_HELPERS):
                 # If the program is ending, or no thread starts, this thread makes the call.
                 with contextlib.suppress(Exception):
                     if self._helpers is None:
                         name = "pinfeed-scatter-helper"
-                        self._helpers = self._device.worker(name, _N_SCATTER_HELPERS)
+                        self._helpers = self._device.worker(name, N_SCATTER_HELPERS)
                     submitted = self._helpers.submit(guarded, call)
             if submitted is None:
                 own.append(Call(call))
@@ -153,6 +168,8 @@ class LoopThreads:
         """Wait until the writer thread has made all submitted calls."""
         with self._joining:
             self._are_writers_joined = True
+        if self.row_writer is not None:
+            self.row_writer.shutdown()
         if self._writer is not None:
             self._writer.shutdown(wait=True)
         if self._helpers is not None:

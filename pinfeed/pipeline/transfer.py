@@ -219,10 +219,19 @@ class Transfer(Writer):
         """Return the slot's page-locked memory for all parts of a job, shape (nbytes,)."""
         return self._memory.slot_staging(slot.staging, nbytes)
 
+    def write_staging(self, nbytes: int) -> list[npt.NDArray[np.uint8]]:
+        """Return two page-locked memories for write-backs, each of shape (nbytes,)."""
+        return [self._memory.slot_staging(staging, nbytes) for staging in self._write_staging]
+
     @property
     def read_stream(self) -> Stream:
         """Stream of the copies to the device."""
         return self._read
+
+    @property
+    def write_stream(self) -> Stream:
+        """Stream of the copies from the device."""
+        return self._write
 
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""

@@ -1,18 +1,87 @@
-"""WriteQueue: the incomplete write-backs of one loop, and their errors."""
+"""WriteQueue: the incomplete write-backs of one loop; WriteErrors: their first error."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.pipeline.writer import PendingWrite, Writer
 from pinfeed.threads.call import Pending
 
 
-class WriteQueue:
+class WriteErrors:
+    """The first error of the write-backs of a loop, which is raised once.
+
+    Args:
+        threads: Threads of the loop.
+    """
+
+    def __init__(self, threads: LoopThreads) -> None:
+        self._threads = threads
+        self._has_failed = False
+        self.failure: BaseException | None = None
+        """The first error of a write-back, until it is raised. It causes all later errors."""
+
+    def require_running(self) -> None:
+        """Check that the loop runs, in this process.
+
+        Raises:
+            ClosedError: If it does not.
+        """
+        self._threads.require_running()
+
+    def check(self) -> None:
+        """Raise the error of a write-back that has failed.
+
+        Raises:
+            WriteBackError: If the error was raised before, and the loop continues.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait until all write-backs have ended; ``failure`` has the first error."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Wait until all write-backs are completed, and raise the error of one that has failed."""
+        self.finish()
+        self.check()
+
+    def _note(self, error: BaseException) -> None:
+        """Keep the first error."""
+        if not self._has_failed:
+            self.failure = error
+            self._has_failed = True
+
+    def _raise_noted(self, *, is_over: bool) -> None:
+        """Raise the error, or, if it was raised before, one that refers to it.
+
+        Args:
+            is_over: Whether the loop goes on, but makes no write-back any more.
+        """
+        if self._has_failed and self.failure is None and is_over:
+            raise WriteBackError(
+                "an earlier write_back of this loop failed, so no later one is made; leave the "
+                "loop, remove the cause, and begin a new loop"
+            )
+        if self.failure is not None:
+            failure = self.failure
+            self.failure = None
+            try:
+                raise failure
+            finally:
+                # The error's traceback keeps this frame, which must not keep the error.
+                del failure
+
+
+class WriteQueue(WriteErrors):
     """Write-backs that the writer thread has not completed, oldest first.
 
     The consumer thread adds write-backs. When the queue is full, the consumer thread waits for the
@@ -26,9 +95,9 @@ class WriteQueue:
     """
 
     def __init__(self, writer: Writer, threads: LoopThreads, limit: int) -> None:
+        super().__init__(threads)
         self._writer = writer
         self._counters = writer.counters
-        self._threads = threads
         self._limit = limit
         self._calls: deque[Pending[None]] = deque()
         self.adding = threading.RLock()
@@ -37,9 +106,30 @@ class WriteQueue:
         Another thread or a signal handler that closes the feeder must not take or queue the values
         of caches in between.
         """
-        self._has_failed = False
-        self.failure: BaseException | None = None
-        """The first error of a write-back, until it is raised. It causes all later errors."""
+
+    def write(
+        self,
+        groups: Sequence[RowGroup],
+        values: Sequence[Sequence[Tensor | None] | None],
+        batch: int,
+        *,
+        copied: bool,
+        check: bool,
+    ) -> None:
+        """Take values that are to be written back, and queue them (consumer).
+
+        Args:
+            groups: Rows to write, and their stores.
+            values: For each group one tensor per store; None leaves a store or a group unchanged.
+            batch: Number of the batch.
+            copied: Whether to copy the values, because the user may change them immediately.
+            check: Whether to raise the error of an earlier write-back first.
+        """
+        is_cached = any(group.cached is not None for group in groups)
+        with self.adding if is_cached else contextlib.nullcontext():
+            self.require_running()
+            held = self._writer.capture_values(groups, values, batch, copied=copied)
+            self.add(held, check=check)
 
     def add(self, write: PendingWrite, *, check: bool) -> None:
         """Queue a write-back.
@@ -63,38 +153,12 @@ class WriteQueue:
         else:
             self._write_now(write)
 
-    def require_running(self) -> None:
-        """Check that the loop runs, in this process.
-
-        Raises:
-            ClosedError: If it does not.
-        """
-        self._threads.require_running()
-
     def check(self) -> None:
-        """Raise the error of a write-back that has failed.
-
-        Raises:
-            WriteBackError: If the error was raised before, and the loop continues.
-        """
         while self._calls and self._is_oldest_done():
             self._take()
-        if self._has_failed and self.failure is None and self._writer.log.has_failed:
-            raise WriteBackError(
-                "an earlier write_back of this loop failed, so no later one is made; leave the "
-                "loop, remove the cause, and begin a new loop"
-            )
-        if self.failure is not None:
-            failure = self.failure
-            self.failure = None
-            try:
-                raise failure
-            finally:
-                # The error's traceback keeps this frame, which must not keep the error.
-                del failure
+        self._raise_noted(is_over=self._writer.log.has_failed)
 
     def finish(self) -> None:
-        """Wait until all write-backs have ended; ``failure`` has the first error."""
         if not self._calls:
             return
         start = self._counters.now()
@@ -102,11 +166,6 @@ class WriteQueue:
             self._take()
         # A GPU may still work on the last training steps.
         self._counters.count_write_wait(start, idle=self._writer.device.unified)
-
-    def drain(self) -> None:
-        """Wait until all write-backs are completed, and raise the error of one that has failed."""
-        self.finish()
-        self.check()
 
     def _write_now(self, write: PendingWrite) -> None:
         """Complete a write-back in this thread. Its error is raised by the next ``check``."""
@@ -175,9 +234,3 @@ class WriteQueue:
             return
         if error is not None:
             self._note(error)
-
-    def _note(self, error: BaseException) -> None:
-        """Keep the first error."""
-        if not self._has_failed:
-            self.failure = error
-            self._has_failed = True

@@ -28,11 +28,17 @@ import numpy.typing as npt
 from pinfeed.devices.device import RowCopy
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.native.library import library
-from pinfeed.native.row_reads import KernelLaunch, RowReads, Table, bucket_shift
+from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Store, row_nbytes, run_of
-from pinfeed.testing.sim_driver import PAIRS, SimDriver, SimEngineThread
+from pinfeed.testing.sim_driver import (
+    PAIRS,
+    SCATTER,
+    SimDriver,
+    SimEngineThread,
+    SimWriterThread,
+)
 from pinfeed.testing.sim_streams import (
     Array,
     DeviceArray,
@@ -115,7 +121,7 @@ class SimDevice:
         self._direct = direct
         self._duplex = duplex
         self._deaf_to = deaf_to
-        self._actors: dict[str, SimStream | SimWorker | SimEngineThread] = {}
+        self._actors: dict[str, SimStream | SimWorker | SimEngineThread | SimWriterThread] = {}
         self._turning = False
         # Whether workers wait for an operation of the host to end.
         self._are_workers_late = False
@@ -225,16 +231,23 @@ class SimDevice:
     def reaches(self, source: UnreadPart | Store) -> bool:
         return self._direct
 
-    def row_reads(self, stores: Mapping[int, Any]) -> RowReads:
+    def dense_address(self, tensor: DeviceArray) -> int:
+        return self.address(tensor) if tensor._array.flags.c_contiguous else 0
+
+    def row_moves(self, kind: RowDirection, stores: Mapping[int, Any]) -> RowMoves:
         tables = []
         for k, store in stores.items():
             self._pinned[id(store.array)] = store.array
             tables.append(Table(store.array.ctypes.data, row_nbytes(store), k))
         # Rows of a long table are read in the order of groups of at least 4 rows.
         n_rows = max(store.n_rows for store in stores.values())
-        kernel, shift = (PAIRS, max(2, bucket_shift(n_rows))) if n_rows > 16 else (4, -1)
+        kernel, shift = 4, -1
+        if kind == "scatter":
+            kernel = SCATTER
+        elif n_rows > 16:
+            kernel, shift = PAIRS, max(2, bucket_shift(n_rows))
         launches = [KernelLaunch(kernel, 1, 32, 1, [table]) for table in tables]
-        return RowReads(4, shift, launches)
+        return RowMoves(4, shift, launches)
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
         # As on a GPU, consecutive rows need none, nor do no rows.

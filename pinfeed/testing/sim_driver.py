@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pinfeed.devices.kernels import MOVES
 from pinfeed.native.driver import NOT_READY, DriverTable
 from pinfeed.native.engine import Engine
+from pinfeed.native.writer import RowWriter
 from pinfeed.testing.sim_streams import SimEvent, SimStream
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 PAIRS = 16
 """Handle of the kernel that reads rows by pairs; those of the others are the bytes of an index."""
+SCATTER = 32
+"""Handle of the kernel that writes rows by indices of int32."""
 _ENTRIES: dict[int, Any] = {4: "i4", 8: "i8", PAIRS: [("row", "i4"), ("place", "i4")]}
+_ENTRIES[SCATTER] = "i4"
 
 
 class SimDriver:
@@ -66,6 +70,7 @@ class SimDriver:
         self._events: dict[int, SimEvent | None] = {}
         # Events of slots, which are created before the engine starts.
         self._slot_events: set[int] = set()
+        self._writer_events: set[int] = set()
         self._error: BaseException | None = None
         self.is_blocking = False
         """Whether the host waits for an event."""
@@ -79,6 +84,12 @@ class SimDriver:
         self._slot_events |= set(self._events)
         if n_threads:
             self._device._actors["engine"] = SimEngineThread(self, engine)
+
+    def start_writer(self, writer: RowWriter, n_threads: int) -> None:
+        """Let the adversary make the steps of a writer, if it has threads."""
+        self._writer_events |= set(self._events) - self._slot_events
+        if n_threads:
+            self._device._actors["writer"] = SimWriterThread(self, writer)
 
     def raise_error(self, code: int) -> None:
         """Raise the error of the call that has failed."""
@@ -122,8 +133,7 @@ class SimDriver:
 
     def _wait(self, stream: int, event: int, flags: int) -> int:
         waiting = self._stream(stream)
-        is_side = waiting is self._device._actors.get("read")
-        if not self._is_ignored(2 if is_side else 4):
+        if not self._is_ignored({"read": 2, "write": 7}.get(waiting.name, 4)):
             recorded = self._events[event]
             assert recorded is not None
             waiting._enqueue(lambda: None, after=recorded)
@@ -136,7 +146,8 @@ class SimDriver:
 
     def _sync(self, event: int) -> int:
         recorded = self._events[event]
-        if recorded is not None and not self._is_ignored(1 if event in self._slot_events else 9):
+        hazard = 1 if event in self._slot_events else 8 if event in self._writer_events else 9
+        if recorded is not None and not self._is_ignored(hazard):
             self.is_blocking = True
             try:
                 self._device._force(recorded)
@@ -145,22 +156,26 @@ class SimDriver:
         return 0
 
     def _copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
-        owner = self._owner(source, nbytes)
+        queue = self._stream(stream)
+        pinned = [*self._owners(source, nbytes), *self._owners(to, nbytes)]
+        assert pinned or queue.name not in ("read", "write"), "the device uses pageable memory"
 
         def run() -> None:
-            assert owner() is not None, "a copy of the engine uses freed host memory"
+            assert all(owner() is not None for owner in pinned), (
+                "a copy of the engine uses freed host memory"
+            )
             ctypes.memmove(to, source, nbytes)
 
-        self._stream(stream)._enqueue(run)
+        queue._enqueue(run)
         return 0
 
     def _launch(self, kernel: int, *arguments: Any) -> int:
-        """Queue a read of rows, with the argument of the kernels of a GPU."""
+        """Queue a read or a write of rows, with the argument of the kernels of a GPU."""
         stream, pointers = arguments[7:9]
         (moves,) = np.frombuffer(ctypes.string_at(pointers[0], MOVES.itemsize), MOVES)
         n_rows = int(moves["n_rows"])
         tables = moves["tables"][: moves["n_tables"]].tolist()
-        owners = [self._owner(table, 1) for table, _, _ in tables]
+        owners = [self._owners(table, 1)[0] for table, _, _ in tables]
         entry = np.dtype(_ENTRIES[kernel])
 
         def run() -> None:
@@ -175,21 +190,20 @@ class SimDriver:
                 # Numbers that were overwritten become others, which a GPU would not check.
                 rows = entries % (memory.nbytes // nbytes)
                 for row, place in zip(rows.tolist(), places, strict=True):
-                    to = packed + int(place) % n_rows * nbytes
-                    ctypes.memmove(to, table + row * nbytes, nbytes)
+                    at, in_table = packed + int(place) % n_rows * nbytes, table + row * nbytes
+                    to, source = (in_table, at) if kernel == SCATTER else (at, in_table)
+                    ctypes.memmove(to, source, nbytes)
 
         self._stream(stream)._enqueue(run)
         return 0
 
-    def _owner(self, address: int, nbytes: int) -> weakref.ref[npt.NDArray[Any]]:
-        """Return a reference to the page-locked memory at an address."""
-        pinned = [
+    def _owners(self, address: int, nbytes: int) -> list[weakref.ref[npt.NDArray[Any]]]:
+        """Return references to the page-locked memory at an address, if there is some."""
+        return [
             weakref.ref(memory)
             for memory in self._device._pinned.values()
             if 0 <= address - memory.ctypes.data <= memory.nbytes - nbytes
         ]
-        assert pinned, "the device uses pageable memory"
-        return pinned[0]
 
     def _new_handle(self) -> int:
         handle = next(self._handles)
@@ -253,3 +267,31 @@ class SimEngineThread:
         assert engine is not None
         if not engine.help(self._number):
             self._number += 1
+
+
+class SimWriterThread:
+    """The thread of a writer, as an actor that makes one step at a time.
+
+    Args:
+        driver: Driver of the writer.
+        writer: The writer.
+    """
+
+    def __init__(self, driver: SimDriver, writer: RowWriter) -> None:
+        self._driver = driver
+        self._writer = weakref.ref(writer)
+
+    @property
+    def _ready(self) -> bool:
+        writer = self._writer()
+        return (
+            writer is not None
+            and writer.n_pending > 0
+            and not writer.is_busy
+            and not self._driver.is_blocking
+        )
+
+    def _advance(self) -> None:
+        writer = self._writer()
+        assert writer is not None
+        writer.step()

@@ -31,10 +31,10 @@ from pinfeed.devices.kernels import (
     word_width,
 )
 from pinfeed.native import library as native
-from pinfeed.native import row_reads
+from pinfeed.native import row_moves
 from pinfeed.native.driver import DriverTable
 from pinfeed.native.engine import Engine, Staged
-from pinfeed.native.row_reads import MAX_TABLES
+from pinfeed.native.row_moves import MAX_TABLES
 from pinfeed.stores.array import ArrayStore
 
 RUN = r"""
@@ -337,7 +337,7 @@ def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
     stored: Any = {0: ArrayStore(np.zeros((4, 2)))}
-    reads = kernels.RowKernels(1).reads(stored, Grid(2))
+    reads = kernels.RowKernels(1).moves("gather", stored, Grid(2))
     assert [launch.kernel for launch in reads.launches] == [101]
 
 
@@ -430,10 +430,10 @@ def test_an_engine_launches_them(
     packed = [np.zeros((len(rows), k), np.uint8) for k in sizes]
     driver: Any = Launching(run)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_reads, "_LARGE_NBYTES", 0 if is_sorted else 1 << 60)
+        patch.setattr(row_moves, "_LARGE_NBYTES", 0 if is_sorted else 1 << 60)
         patch.setattr(kernels, "CudaModule", Module)
         stored: Any = dict(enumerate(stores))
-        reads = kernels.RowKernels(0).reads(stored, grid)
+        reads = kernels.RowKernels(0).moves("gather", stored, grid)
     assert (reads.shift >= 0) == (is_sorted and max(sizes) < 1024 and grid.n_threads == THICK)
     if is_long and reads.shift < 0:
         by_name = {name: 1 + i for i, name in enumerate(driver.names)}

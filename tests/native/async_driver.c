@@ -15,7 +15,7 @@
 #include <string.h>
 #include <time.h>
 
-enum kind { COPY, WAIT, RECORD, READ };
+enum kind { COPY, WAIT, RECORD, MOVE };
 
 /* Work of a stream. Records live until the driver stops, because events and waits refer to them. */
 struct work {
@@ -125,19 +125,21 @@ static struct stream *choose(void)
     return chosen;
 }
 
-/* Reads rows as the kernels do (pinfeed/devices/kernels.py). */
-static void read_rows(const void *kernel, const struct pf_moves *moves)
+/* Moves rows as the kernels do (pinfeed/devices/kernels.py). */
+static void move_rows(const void *kernel, const struct pf_moves *moves)
 {
     for (uint32_t t = 0; t < moves->n_tables; t++) {
         const size_t nbytes = moves->tables[t].row_nbytes;
         for (uint32_t i = 0; i < moves->n_rows; i++) {
             struct pf_pair pair = {0, (int32_t)i};
-            if (kernel == async_kernel(1))
+            if (kernel == async_kernel(ASYNC_PAIRED))
                 pair = ((const struct pf_pair *)moves->indices)[i];
             else
                 pair.row = ((const int32_t *)moves->indices)[i];
-            memcpy(moves->tables[t].packed + (size_t)pair.place * nbytes,
-                   moves->tables[t].rows + (size_t)pair.row * nbytes, nbytes);
+            char *const packed = moves->tables[t].packed + (size_t)pair.place * nbytes;
+            char *const row = moves->tables[t].rows + (size_t)pair.row * nbytes;
+            const int is_write = kernel == async_kernel(ASYNC_SCATTER);
+            memcpy(is_write ? row : packed, is_write ? packed : row, nbytes);
         }
     }
 }
@@ -162,8 +164,8 @@ static void *run(void *unused)
         acquire(work);
         if (work->kind == COPY)
             memcpy(work->to, work->from, work->nbytes);
-        if (work->kind == READ)
-            read_rows(work->kernel, &work->moves);
+        if (work->kind == MOVE)
+            move_rows(work->kernel, &work->moves);
         release(work);
         lock();
         work->is_done = 1;
@@ -253,16 +255,16 @@ static int launch(void *kernel, unsigned n_blocks, unsigned n_y, unsigned n_z, u
                   unsigned t_y, unsigned t_z, unsigned shared, void *stream, void **arguments,
                   void **extra)
 {
-    struct work work = {.kind = READ, .kernel = kernel};
+    struct work work = {.kind = MOVE, .kernel = kernel};
     memcpy(&work.moves, arguments[0], sizeof work.moves);
     const int is_right = n_blocks && n_y == 1 && n_z == 1 && n_threads && t_y == 1 && t_z == 1;
     return is_right && !shared && !extra ? queue(stream, NULL, work) : 1;
 }
 
-void *async_kernel(int is_paired)
+void *async_kernel(int kind)
 {
-    static char kernels[2];
-    return &kernels[is_paired];
+    static char kernels[3];
+    return &kernels[kind];
 }
 
 /* Returns whether the last record of an event has passed; waits for it if `sleeps`. */

@@ -16,8 +16,11 @@ void async_stop(void);
 /* Returns a new stream. */
 void *async_stream(void);
 
-/* Returns a kernel that reads rows by row indices of int32, or by pairs. */
-void *async_kernel(int is_paired);
+/* Kernels that read rows by row indices of int32, or by pairs, and that write rows. */
+enum { ASYNC_GATHER, ASYNC_PAIRED, ASYNC_SCATTER };
+
+/* Returns the handle of a kernel. */
+void *async_kernel(int kind);
 
 /* Makes every later call of the driver fail with an error, or none with 0. */
 void async_fail(int error);

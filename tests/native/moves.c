@@ -217,7 +217,7 @@ struct job {
 struct run {
     struct pf_source sources[N_SOURCES];
     struct pf_rows parts[N_PARTS];
-    struct pf_read *read;
+    struct pf_direct *read;
     struct program program;
     struct job jobs[N_SLOTS];
     struct pf_engine *engine;
@@ -369,7 +369,7 @@ static struct run *new_run(uint32_t seed)
     run->read = calloc(1, sizeof *run->read + sizeof run->read->launches[0]);
     check(run->read != NULL);
     *run->read =
-        (struct pf_read){.index_nbytes = 4, .part = INDICES, .n_tables = 1, .n_launches = 1};
+        (struct pf_direct){.index_nbytes = 4, .part = INDICES, .n_tables = 1, .n_launches = 1};
     run->read->launches[0] = (struct pf_launch){
         .n_blocks = 2, .n_threads = 32, .width = 4, .n_tables = 1,
         .tables = {{run->parts[DIRECT].base, row_nbytes[DIRECT], DIRECT}}};

@@ -11,6 +11,7 @@ SOURCES = sorted((FOLDER.parent.parent / "pinfeed" / "native").glob("*.c"))
 PROGRAMS = {
     "all rows are right\n": ["stress.c"],
     "all bytes are right\n": ["moves.c", "async_driver.c"],
+    "all rows are written\n": ["writes.c", "async_driver.c"],
 }
 """Files of each program, by what it prints."""
 

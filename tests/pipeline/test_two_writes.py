@@ -277,7 +277,7 @@ def test_an_empty_batch_needs_no_call() -> None:
 def test_all_calls_end_before_an_error_is_raised(
     n_helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", n_helpers)
+    monkeypatch.setattr(loop_threads, "N_SCATTER_HELPERS", n_helpers)
     done: list[int] = []
     names = set()
     both = threading.Barrier(1 + bool(n_helpers), timeout=60)
@@ -302,7 +302,7 @@ def test_all_calls_end_before_an_error_is_raised(
 def test_the_error_of_a_scatter_does_not_keep_itself(
     n_helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", n_helpers)
+    monkeypatch.setattr(loop_threads, "N_SCATTER_HELPERS", n_helpers)
 
     class Full(OSError):
         """An error with weak references."""
@@ -332,7 +332,7 @@ def test_calls_are_made_in_the_same_thread_if_the_program_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The pools accept no more calls then, but write-backs are completed."""
-    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 1)
+    monkeypatch.setattr(loop_threads, "N_SCATTER_HELPERS", 1)
     done: list[int] = []
     threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)
     threads.scatter_all([lambda i=i: done.append(i) for i in range(3)])
@@ -376,7 +376,7 @@ def test_the_error_of_a_write_keeps_no_batch(depth: int) -> None:
 
 @pytest.mark.parametrize("corner", [(), SLOTS, ("pinfeed-scatter-helper",)], ids=str)
 def test_helpers_of_the_writer(corner: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 2)
+    monkeypatch.setattr(loop_threads, "N_SCATTER_HELPERS", 2)
     monkeypatch.setattr(writer, "_PIECE_NBYTES", 16)
     np.testing.assert_array_equal(
         added_up(SimDevice(favour("compute", *corner)), EVERY_ROW), expected(EVERY_ROW)

@@ -1,7 +1,7 @@
-/* Rows in page-locked memory, which the GPU reads itself.
+/* Rows in page-locked memory, which the GPU reads itself, or writes.
  *
  * The host only writes row indices into staging memory, which go to the GPU like any part of a
- * job. Kernels then read the rows over the link (pinfeed/devices/kernels.py). Rows that follow each
+ * job. Kernels then move the rows over the link (pinfeed/devices/kernels.py). Rows that follow each
  * other are one copy.
  *
  * On one NVIDIA H200, rows of 64 to 256 B took the same time, probably that of translating their
@@ -35,48 +35,54 @@ static void sort_by_page(const int64_t *rows, int64_t first, int64_t n, int64_t 
     }
 }
 
-int pf_stage_indices(const struct pf_read *read, const int64_t *rows, int64_t first, int64_t begin,
-                     int64_t end, char *staged)
+int pf_stage_indices(const struct pf_direct *direct, const int64_t *rows, int64_t first,
+                     int64_t begin, int64_t end, char *staged)
 {
     const int64_t start = row_of(rows, first, 0);
     int64_t differs = 0;
     for (int64_t i = begin; i < end; i++) {
         const int64_t row = row_of(rows, first, i);
         differs |= row ^ (start + i);
-        if (read->shift >= 0)
+        if (direct->shift >= 0)
             continue;
-        if (read->index_nbytes == 4)
+        if (direct->index_nbytes == 4)
             ((int32_t *)staged)[i] = (int32_t)row;
         else
             ((int64_t *)staged)[i] = row;
     }
-    if (read->shift >= 0 && differs)
-        sort_by_page(rows, first, end, read->shift, (struct pf_pair *)staged);
+    if (direct->shift >= 0 && differs)
+        sort_by_page(rows, first, end, direct->shift, (struct pf_pair *)staged);
     return !differs;
 }
 
-static int launch(const struct pf_driver *driver, void *stream, const struct pf_read *read,
+static int launch(const struct pf_driver *driver, void *stream, const struct pf_direct *direct,
                   const struct pf_launch *launch, int64_t n, char *const *devices)
 {
-    const int is_sorted = read->shift >= 0;
-    const int64_t index_nbytes = is_sorted ? (int64_t)sizeof(struct pf_pair) : read->index_nbytes;
+    const int is_sorted = direct->shift >= 0;
+    const int64_t index_nbytes = is_sorted ? (int64_t)sizeof(struct pf_pair) : direct->index_nbytes;
+    const struct pf_table *tables[PF_MOST_TABLES];
+    uint32_t n_tables = 0;
     int64_t row_nbytes = 0, widest = 0;
     for (int64_t t = 0; t < launch->n_tables; t++) {
         const int64_t nbytes = launch->tables[t].row_nbytes;
+        if (!devices[launch->tables[t].part])
+            continue;
+        tables[n_tables++] = &launch->tables[t];
         row_nbytes += nbytes;
         widest = widest < nbytes ? nbytes : widest;
     }
+    if (!n_tables)
+        return 0;
     const int64_t step = row_nbytes < LAUNCH_NBYTES ? LAUNCH_NBYTES / row_nbytes : 1;
     for (int64_t begin = 0; begin < n; begin += step) {
         const int64_t n_rows = n - begin < step ? n - begin : step;
-        struct pf_moves moves = {devices[read->part] + begin * index_nbytes, (uint32_t)n_rows,
-                              (uint32_t)launch->n_tables, {{0}}};
-        for (int64_t t = 0; t < launch->n_tables; t++) {
-            const struct pf_table *const table = &launch->tables[t];
-            char *const packed = devices[table->part];
-            moves.tables[t].rows = table->rows;
-            moves.tables[t].packed = is_sorted ? packed : packed + begin * table->row_nbytes;
-            moves.tables[t].row_nbytes = (uint32_t)table->row_nbytes;
+        struct pf_moves moves = {devices[direct->part] + begin * index_nbytes, (uint32_t)n_rows,
+                                 n_tables, {{0}}};
+        for (uint32_t t = 0; t < n_tables; t++) {
+            char *const packed = devices[tables[t]->part];
+            moves.tables[t].rows = tables[t]->rows;
+            moves.tables[t].packed = is_sorted ? packed : packed + begin * tables[t]->row_nbytes;
+            moves.tables[t].row_nbytes = (uint32_t)tables[t]->row_nbytes;
         }
         const int64_t n_words = n_rows * (widest / launch->width);
         int64_t n_blocks = (n_words + launch->n_threads - 1) / launch->n_threads;
@@ -92,20 +98,24 @@ static int launch(const struct pf_driver *driver, void *stream, const struct pf_
     return 0;
 }
 
-int pf_read_rows(const struct pf_driver *driver, void *stream, const struct pf_read *read,
-                 int64_t start, int64_t n, char *const *devices)
+int pf_move_rows(const struct pf_driver *driver, void *stream, const struct pf_direct *direct,
+                 int direction, int64_t start, int64_t n, char *const *devices)
 {
     int error = 0;
-    for (int64_t i = 0; i < read->n_launches && n && !error; i++) {
-        const struct pf_launch *const one = &read->launches[i];
+    for (int64_t i = 0; i < direct->n_launches && n && !error; i++) {
+        const struct pf_launch *const one = &direct->launches[i];
         if (start < 0) {
-            error = launch(driver, stream, read, one, n, devices);
+            error = launch(driver, stream, direct, one, n, devices);
             continue;
         }
         for (int64_t t = 0; t < one->n_tables && !error; t++) {
             const struct pf_table *const table = &one->tables[t];
-            error = driver->copy(devices[table->part], table->rows + start * table->row_nbytes,
-                                 (size_t)(n * table->row_nbytes), stream);
+            char *const rows = table->rows + start * table->row_nbytes;
+            char *const packed = devices[table->part];
+            const int is_read = direction == PF_FROM_TABLES;
+            if (packed)
+                error = driver->copy(is_read ? packed : rows, is_read ? rows : packed,
+                                     (size_t)(n * table->row_nbytes), stream);
         }
     }
     return error;

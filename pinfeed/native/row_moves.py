@@ -1,13 +1,15 @@
-"""RowReads: the rows that a GPU reads itself, as the compiled functions take them; see read.c."""
+"""RowMoves: the rows that a GPU moves itself, as compiled functions take them; see direct.c."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+RowDirection = Literal["gather", "scatter"]
+"""Whether rows are read from their tables, or distinct rows are written to them."""
 MAX_TABLES = 8
 """Largest number of tables in one launch."""
 # PF_MOST_BUCKETS of pinfeed.h, which is 4096.
@@ -28,7 +30,7 @@ class Table(NamedTuple):
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel, and the tables whose rows one launch reads, at most ``MAX_TABLES``."""
+    """A kernel, and the tables whose rows one launch moves, at most ``MAX_TABLES``."""
 
     kernel: int
     """Handle of the kernel."""
@@ -41,8 +43,8 @@ class KernelLaunch(NamedTuple):
     tables: Sequence[Table]
 
 
-class RowReads(NamedTuple):
-    """Rows that a GPU reads itself, by row indices in its own memory."""
+class RowMoves(NamedTuple):
+    """Rows that a GPU reads or writes itself, by row indices in its own memory."""
 
     index_nbytes: int
     """Bytes of a row index: 4 for int32, 8 for int64."""
@@ -58,7 +60,7 @@ class RowReads(NamedTuple):
     def description(
         self, part_of: Callable[[Table], int], index_part: int
     ) -> npt.NDArray[np.int64]:
-        """Return a ``pf_read`` of pinfeed.h.
+        """Return a ``pf_direct`` of pinfeed.h.
 
         Args:
             part_of: Returns the position of a table's rows among the parts of a job.
@@ -92,7 +94,7 @@ class StagedIndices(NamedTuple):
 
 
 def sort_shift(n_rows: int, row_nbytes: int) -> int:
-    """Return ``RowReads.shift`` for the longest rows of a launch.
+    """Return ``RowMoves.shift`` for the longest rows of a launch.
 
     Args:
         n_rows: Rows of the table.
@@ -104,5 +106,5 @@ def sort_shift(n_rows: int, row_nbytes: int) -> int:
 
 
 def bucket_shift(n_rows: int) -> int:
-    """Return the least ``RowReads.shift`` with which a table of ``n_rows`` may be sorted."""
+    """Return the least ``RowMoves.shift`` with which a table of ``n_rows`` may be sorted."""
     return max(0, (n_rows - 1).bit_length() - _BUCKET_BITS)

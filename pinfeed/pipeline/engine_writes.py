@@ -1,0 +1,185 @@
+"""EngineWrites: write-backs of a loop whose rows an engine moves, in one call without Python.
+
+The rows are in arrays in memory, and no row of an epoch occurs twice. So no batch needs values that
+are not written yet. ``pinfeed/native/write.c`` shows the protocol of streams and events. Here is
+what stays in Python: memory of torch, and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pinfeed.devices.device import Tensor
+from pinfeed.devices.layout import BatchPart, RowLayout
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.native.row_moves import RowMoves
+from pinfeed.native.writer import RowWriter
+from pinfeed.pipeline.device_rows import DeviceRows
+from pinfeed.pipeline.loop_threads import N_SCATTER_HELPERS, LoopThreads
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.source import RowGroup
+from pinfeed.pipeline.write_queue import WriteErrors
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.store import Store
+
+# Stands for the row indices among the positions of stores.
+_INDICES = -1
+
+
+def are_in_memory(stores: Sequence[Store]) -> bool:
+    """Return whether all rows that may be written are in arrays in memory."""
+    return all(type(store) in (ArrayStore, PinnedStore) for store in stores if store.writable)
+
+
+class EngineWrites(WriteErrors):
+    """Write-backs of one loop, and their errors.
+
+    Args:
+        mover: Mover of the loop's batches.
+        stores: Stores of the rows.
+        memory_rows: Rows of each store.
+        batch_size: Most rows of a batch.
+        schedule: Schedule of the loop.
+        threads: Threads of the loop.
+    """
+
+    def __init__(
+        self,
+        mover: DeviceRows,
+        stores: Sequence[Store],
+        memory_rows: Sequence[MemoryRows],
+        batch_size: int,
+        schedule: PrefetchSchedule,
+        threads: LoopThreads,
+    ) -> None:
+        super().__init__(threads)
+        self._mover = mover
+        self._device = mover.device
+        self._counters = mover.counters
+        self._batch_size = batch_size
+        self._limit = schedule.max_pending_writes
+        self._n_threads = 1 + N_SCATTER_HELPERS if schedule.depth else 0
+        self._seconds = 0.0
+        written = {k: store for k, store in enumerate(stores) if store.writable}
+        reached = {k: store for k, store in written.items() if self._device.reaches(store)}
+        types = {k: (store.row_shape, store.dtype) for k, store in written.items()}
+        self._moves: RowMoves | None = None
+        if reached:
+            self._moves = self._device.row_moves("scatter", reached)
+            types[_INDICES] = self._moves.indices.row_type
+        self._memory_rows = {k: memory_rows[k] for k in written}
+        self._nbytes = {k: rows.row_nbytes for k, rows in self._memory_rows.items()}
+        # The parts of a write: row indices follow what goes through staging memory. Short rows come
+        # first, because small parts share memory.
+        order = sorted(types, key=lambda k: (k in reached, k == _INDICES, self._nbytes.get(k, 0)))
+        self._places = {k: place for place, k in enumerate(order)}
+        self._n_staged = len(written) - len(reached)
+        self._row_types = [types[k] for k in order]
+        self._full = self._layout(batch_size)
+
+    def write(
+        self,
+        groups: Sequence[RowGroup],
+        values: Sequence[Sequence[Tensor | None] | None],
+        batch: int,
+        *,
+        copied: bool = True,
+        check: bool = True,
+    ) -> None:
+        """Queue values of a batch, as ``WriteQueue.write`` does (consumer)."""
+        (group,), (tensors,) = groups, values
+        self.require_running()
+        writer = self._threads.row_writer or self._threads.open_row_writer(self._opened)
+        if self._limit and writer.n_pending >= self._limit:
+            self._wait(writer, self._limit - 1, batch)
+        if check:
+            self.check()
+        n = len(group.rows)
+        layout = self._full if n == self._batch_size else self._layout(n)
+        compute = self._device.current_stream()
+        held, _ = self._device.empty_parts(layout, compute)
+        held_at = list(map(self._device.address, held))
+        values_at = [0] * len(held)
+        for k, tensor in enumerate(tensors or ()):
+            if tensor is not None:
+                # The program may have changed its stream since it allocated this.
+                self._device.share(tensor, compute)
+                place = self._places[k]
+                values_at[place] = self._device.dense_address(tensor)
+                if not values_at[place]:
+                    self._device.copy(tensor, held[place], compute)
+                    values_at[place] = held_at[place]
+        memory = group.rows, held
+        rows = group.rows.ctypes.data
+        writer.write(compute.handle, rows, n, layout.offsets, values_at, held_at, memory)
+        if not self._limit:
+            self._wait(writer, 0, batch)
+
+    def check(self) -> None:
+        """Raise the error of a write-back that has failed.
+
+        Raises:
+            WriteBackError: If the error was raised before, and the loop continues.
+        """
+        self._collect()
+        self._raise_noted(is_over=not self._threads.has_ended)
+
+    def finish(self) -> None:
+        """Wait until all write-backs have ended; ``failure`` has the first error."""
+        writer = self._threads.row_writer
+        if writer is None:
+            return
+        start = self._counters.now()
+        writer.wait()
+        # A GPU may still work on the last training steps.
+        self._counters.count_write_wait(start, idle=False)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Count the time of the writer, and note its error."""
+        writer = self._threads.row_writer
+        if writer is None:
+            return
+        self._counters.counts.write_s += writer.seconds - self._seconds
+        self._seconds = writer.seconds
+        if writer.error and not self._has_failed:
+            try:
+                self._mover.driver.raise_error(writer.error)
+            except Exception as error:
+                self._note(error)
+
+    def _opened(self) -> RowWriter:
+        """Open the writer."""
+        mover = self._mover
+        order = list(self._places)
+        ends = [*self._full.offsets, self._full.nbytes]
+        # Row indices are staged, too.
+        n_staged = self._n_staged + (self._moves is not None)
+        direct = None
+        if self._moves is not None:
+            direct = self._moves.description(
+                lambda table: self._places[table.store], self._n_staged
+            )
+        return RowWriter(
+            mover.driver,
+            mover.transfer.write_stream.handle,
+            mover.transfer.write_staging(ends[n_staged]),
+            max(1, self._limit),
+            [self._memory_rows[k] for k in order[: self._n_staged]],
+            [self._nbytes.get(k, 0) for k in order[self._n_staged :]],
+            n_threads=self._n_threads,
+            direct=direct,
+            # The device has compiled the kernels.
+            owner=(self._device, self._memory_rows),
+        )
+
+    def _layout(self, n: int) -> RowLayout:
+        return RowLayout.of([BatchPart((n, *shape), dtype) for shape, dtype in self._row_types])
+
+    def _wait(self, writer: RowWriter, most_pending: int, batch: int) -> None:
+        """Wait for all but some write-backs, and count the time for that of ``batch``."""
+        start = self._counters.now()
+        is_idle = writer.is_oldest_computed()
+        writer.wait(most_pending)
+        self._counters.count_write_wait(start, idle=is_idle, batch=batch)
