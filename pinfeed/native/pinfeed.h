@@ -97,9 +97,9 @@ struct pf_driver {
                   unsigned, unsigned, void *stream, void **arguments, void **); /* cuLaunchKernel */
 };
 
-/* For the other files: the time in seconds of CLOCK_MONOTONIC; a sleep while a word has a value, and
- * the end of the sleep of at most `n` threads; and the start of a thread that takes no signals of
- * the program. */
+/* For the other files: the time in seconds of CLOCK_MONOTONIC; a sleep while a word has a value,
+ * and the end of the sleep of at most `n` threads; and the start of a thread that takes no signals
+ * of the program. */
 double pf_now_s(void);
 long pf_sleep_if(_Atomic uint32_t *word, uint32_t value);
 void pf_wake(_Atomic uint32_t *word, int n);

@@ -28,7 +28,7 @@ _SHUT_DOWN = "the loop has ended, and takes no rows to write back; begin another
 
 
 class Written(ctypes.Structure):
-    """What a writer has done: the structure ``pf_written`` of pinfeed.h."""
+    """Counts of a writer: the structure ``pf_written`` of pinfeed.h."""
 
     _fields_ = (
         ("n_done", ctypes.c_uint32),
@@ -52,8 +52,8 @@ class RowWriter:
         row_nbytes: Bytes of a row of each other part: none, or the row indices, for which any
             number stands, and the stores that the device writes itself.
         n_threads: Number of threads; with 0, those who wait for a write make it.
-        direct: How the device writes rows itself; see ``RowMoves.description``. None if it does
-            not.
+        direct: Writes of rows by the device itself, see ``RowMoves.description``; None if there
+            are none.
         owner: Object that keeps the memory of the stores alive.
 
     Raises:

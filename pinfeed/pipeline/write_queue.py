@@ -64,7 +64,7 @@ class WriteErrors:
         """Raise the error, or, if it was raised before, one that refers to it.
 
         Args:
-            is_over: Whether the loop goes on, but makes no write-back any more.
+            is_over: Whether the loop continues, but makes no write-back any more.
         """
         if self._has_failed and self.failure is None and is_over:
             raise WriteBackError(

@@ -108,6 +108,7 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
     transfer: Any = SimpleNamespace(
         counters=counters,
         device=device,
+        log=log,
         begin_write=lambda pending, earlier: None,
         finish_write=lambda pending, scatter_all: clock.pass_s(1.0),
     )
