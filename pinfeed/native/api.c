@@ -311,6 +311,17 @@ PF_API int64_t pf_api_first_occurrences(const int64_t *a)
     return pf_first_occurrences(pointer(a[0]), a[1], pointer(a[2]), pointer(a[3]));
 }
 
+_Static_assert(sizeof(struct pf_sorted) == 3 * sizeof(int64_t), "a batch is three numbers");
+
+/* Arguments: row indices, spare memory, both outputs, the batch that receives the rows, number of
+ * earlier batches, and these batches. Returns as pf_overlaps does. */
+PF_API int64_t pf_api_overlaps(const int64_t *a)
+{
+    return pf_overlaps(pointer(a[0]), (const struct pf_sorted *)(a + 4),
+                       (const struct pf_sorted *)(a + 8), a[7], pointer(a[1]), pointer(a[2]),
+                       pointer(a[3]));
+}
+
 /* Arguments: values, columns, bounds, target, number of rows, number of columns, bytes of a value,
  * and bytes of a column. Returns as pf_dense does. */
 PF_API int64_t pf_api_dense(const int64_t *a)

@@ -27,9 +27,7 @@ static void add_up(uint32_t *places, int64_t n_digits)
     }
 }
 
-/* Writes the sorted keys of the rows to `keys`. Returns the bits of a position, or -1 if the
- * rows are too large or too many for keys. */
-static int sort_keys(const int64_t *rows, int64_t n, uint64_t *keys, uint64_t *spare)
+int pf_sort_keys(const int64_t *rows, int64_t n, uint64_t *keys, uint64_t *spare)
 {
     uint32_t places[2][1 << MOST_DIGIT_BITS];
     uint64_t every = 0;
@@ -75,7 +73,7 @@ static int sort_keys(const int64_t *rows, int64_t n, uint64_t *keys, uint64_t *s
 int64_t pf_distinct_rows(const int64_t *rows, int64_t n, int64_t *distinct, int64_t *positions)
 {
     uint64_t *const keys = (uint64_t *)distinct;
-    const int shift = sort_keys(rows, n, keys, (uint64_t *)positions);
+    const int shift = pf_sort_keys(rows, n, keys, (uint64_t *)positions);
     if (shift < 0)
         return -1;
     const uint64_t mask = ((uint64_t)1 << shift) - 1;
@@ -95,7 +93,7 @@ int64_t pf_distinct_rows(const int64_t *rows, int64_t n, int64_t *distinct, int6
 int64_t pf_first_occurrences(const int64_t *rows, int64_t n, int64_t *distinct, int64_t *positions)
 {
     const uint64_t *const keys = (uint64_t *)distinct;
-    const int shift = sort_keys(rows, n, (uint64_t *)distinct, (uint64_t *)positions);
+    const int shift = pf_sort_keys(rows, n, (uint64_t *)distinct, (uint64_t *)positions);
     if (shift < 0)
         return -1;
     const uint64_t mask = ((uint64_t)1 << shift) - 1;

@@ -9,6 +9,7 @@
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
  * distinct.c distinct row indices
+ * overlap.c  rows that a batch has in common with earlier ones
  * dense.c    dense rows of a sparse matrix
  * api.c      the functions that Python calls, through ctypes; one library serves every Python
  *
@@ -406,6 +407,37 @@ void pf_request_each(int fd, int kind, const int64_t *addresses, const int64_t *
 int64_t pf_distinct_rows(const int64_t *rows, int64_t n, int64_t *distinct, int64_t *positions);
 int64_t pf_first_occurrences(const int64_t *rows, int64_t n, int64_t *distinct,
                              int64_t *positions);
+
+/* Writes a sorted key for each row to `keys`, which may be the memory of `rows`. The low bits of a
+ * key are the position of the row, and the others are its row index. `spare` has room for as many
+ * keys. Returns the number of low bits, or -1 as above. */
+int pf_sort_keys(const int64_t *rows, int64_t n, uint64_t *keys, uint64_t *spare);
+
+/* overlap.c */
+
+/* Row indices of a batch, ascending. */
+struct pf_sorted {
+    int64_t *rows;
+    int32_t *order; /* the position of each in the batch */
+    int64_t n;
+};
+
+/* Sorts the rows of a batch, and finds those that earlier batches have.
+ *
+ * rows: the rows of the batch in their order; they may repeat
+ * batch: receives these rows
+ * earlier: other batches, newest first, whose rows are distinct
+ * spare: memory of 9 bytes for each row
+ * found: receives for each earlier batch the positions of its latest rows, which no batch before it
+ *     in the list has, and then those of its other rows; of each, first the positions in the batch,
+ *     and then as many in the earlier batch; room for 2 * batch->n * n_earlier numbers
+ * counts: receives for each earlier batch the number of latest rows, and that of other rows
+ *
+ * Returns where a row in `batch` equals the one before it; `batch->n` if all are distinct. Returns
+ * -1 if the rows do not ascend, and have no keys in distinct.c. */
+int64_t pf_overlaps(const int64_t *rows, const struct pf_sorted *batch,
+                    const struct pf_sorted *earlier, int64_t n_earlier, uint64_t *spare,
+                    int32_t *found, int64_t *counts);
 
 /* dense.c: rows of a matrix in CSR format, whose columns and bounds have `index_nbytes` (4 or 8).
  *

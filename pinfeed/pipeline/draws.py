@@ -13,7 +13,7 @@ from typing import Any
 
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.loop_transforms import count_calls
-from pinfeed.pipeline.recent_rows import HashedGroups, RecentRows, SharedRowSearch, hash_groups
+from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.source import BatchThunk, Cancelled, HostBatch
@@ -119,8 +119,7 @@ class SharedDraws(Draws):
 class ComparedDraws:
     """Finds the rows that each batch of an epoch shares with earlier batches.
 
-    Several reader threads sort and search rows at the same time. In between, they add the batches
-    to the latest ones in order.
+    Several reader threads draw batches at the same time. They compare them in order.
 
     Args:
         draws: The batches.
@@ -140,17 +139,18 @@ class ComparedDraws:
         self._recent: RecentRows | None = RecentRows(schedule.depth)
 
     def make(self, slot: Slot, turn: int) -> HostBatch | None:
-        hashed: HashedGroups | None = None
-        search: SharedRowSearch | None = None
+        batch: HostBatch | None = None
         try:
             batch = self._draws.make(slot, turn)
-            if batch is not None:
-                hashed = self._hash(batch)
         finally:
             # After an error, too, this call takes its turn, because the next one waits for it.
-            search = self._add(hashed, turn)
-        if batch is not None and search is not None:
-            batch.shared = search.find()
+            self._turns.wait_for(turn)
+            try:
+                if batch is not None:
+                    self._compare(batch, turn)
+            finally:
+                self._turns.end()
+        if batch is not None:
             now = self._now()
             slot.source_s += now - slot.source_done_s
             slot.source_done_s = now
@@ -160,32 +160,18 @@ class ComparedDraws:
         self._recent = None
         self._draws.close()
 
-    def _hash(self, batch: HostBatch) -> HashedGroups | None:
-        """Sort the rows of a batch; return None if the batch is compared with no other."""
+    def _compare(self, batch: HostBatch, turn: int) -> None:
+        """Note the rows that a batch shares with earlier ones, and the rows that repeat."""
         if self._recent is None or not batch.groups:
-            return None
-        hashed = hash_groups(
-            [group.rows for group in batch.groups], [group.written for group in batch.groups]
+            return
+        batch.shared, repeated = self._recent.add(
+            self._first + turn,
+            [group.rows for group in batch.groups],
+            [group.written for group in batch.groups],
+            self._writer.log.pending_batches(),
         )
-        pairs = zip(batch.groups, hashed.repeated, strict=True)
+        pairs = zip(batch.groups, repeated, strict=True)
         batch.groups = [group._replace(repeated=row) for group, row in pairs]
-        return hashed
-
-    def _add(self, hashed: HashedGroups | None, turn: int) -> SharedRowSearch | None:
-        """Add a batch in its turn, and return the search for the rows that it shares.
-
-        Args:
-            hashed: Rows of the batch; None without a batch, which takes its turn as well.
-            turn: Number of the turn.
-        """
-        self._turns.wait_for(turn)
-        try:
-            if hashed is None or self._recent is None:
-                return None
-            number = self._first + turn
-            return self._recent.add(number, hashed, self._writer.log.pending_batches())
-        finally:
-            self._turns.end()
 
 
 BatchDraws = Draws | ComparedDraws

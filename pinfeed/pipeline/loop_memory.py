@@ -13,7 +13,7 @@ from pinfeed.memory.limits import n_batches, n_held
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.proc_maps import mapping_at
-from pinfeed.pipeline.recent_rows import n_entries
+from pinfeed.pipeline.recent_rows import SPARE_ROW_NBYTES
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.batches import ORDER_BYTES
 from pinfeed.rows.length_batches import LengthBatches
@@ -21,8 +21,8 @@ from pinfeed.rows.orders import PerRank, kept_arrays, most_copies
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import row_nbytes
 
-# For each row of a kept batch: its index, its position, and a link to an earlier batch.
-_KEPT_ROW_NBYTES = 8 + 2 * 4
+# For each row of a kept batch: its index, and its position.
+_KEPT_ROW_NBYTES = 8 + 4
 # For each offset or length of a ragged row, and for each number of a packed batch.
 _INDEX_NBYTES = 8
 _PACKED_NBYTES = 4
@@ -155,14 +155,12 @@ def shared_row_allocations(
     """
     n_written = n_held(n_ahead)
     n_batches = n_ahead + 2
-    table = n_entries(n_written * n_rows) * np.dtype(np.uint32).itemsize
     # At most, every row is in every batch with which it is compared.
     positions = 2 * n_rows * n_written * np.dtype(np.int32).itemsize
-    # A reader thread may search rows in batches that a later batch no longer needs.
-    n_recent = n_written + n_ahead
+    compared = n_rows * SPARE_ROW_NBYTES + positions
     found = [
-        Allocation("rows of recent batches", "host", n_recent, n_rows * _KEPT_ROW_NBYTES),
-        Allocation("table of recent rows", "host", 1, table),
+        Allocation("rows of recent batches", "host", n_written, n_rows * _KEPT_ROW_NBYTES),
+        Allocation("comparison of rows", "host", 1, compared),
         Allocation("positions of shared rows", "host", n_batches, positions),
     ]
     if unified:

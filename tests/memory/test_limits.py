@@ -267,7 +267,7 @@ def test_all_batches_that_exist_at_a_time_are_planned(
     is_shared = any(load.writable) and depth > 0 and load.repeats
     for what, place in (
         ("rows of recent batches", "host"),
-        ("table of recent rows", "host"),
+        ("comparison of rows", "host"),
         ("positions of shared rows", "host"),
         ("staged positions of shared rows", "pinned"),
         ("uploaded positions of shared rows", "device"),

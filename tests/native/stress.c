@@ -175,6 +175,33 @@ static void *loop_over_file(void *argument)
     return NULL;
 }
 
+/* Compares batches whose rows repeat, or do not ascend, with an earlier one that has every row. The
+ * arrays of each batch end where their memory ends. */
+static void compare_batches(void)
+{
+    enum { N = 1001, N_EARLIER = 500 };
+    int64_t given[N], sorted[N], every[N_EARLIER], counts[2];
+    int32_t order[N], positions[N_EARLIER], found[2 * N];
+    uint64_t spare[2 * N];
+    for (int i = 0; i < N_EARLIER; i++) {
+        every[i] = i;
+        positions[i] = N_EARLIER - 1 - i;
+    }
+    const struct pf_sorted earlier = {every, positions, N_EARLIER};
+    for (int64_t n = 0; n <= N; n++) {
+        int64_t *const rows = given + N - n;
+        for (int64_t i = 0; i < n; i++)
+            rows[i] = n & 1 ? i / 3 : 7 * (n - i) % N_EARLIER;
+        const struct pf_sorted batch = {sorted + N - n, order + N - n, n};
+        pf_overlaps(rows, &batch, &earlier, 1, spare, found, counts);
+        if (counts[0] != n || counts[1])
+            abort();
+        for (int64_t i = 0; i < n; i++)
+            if (rows[found[i]] != N_EARLIER - 1 - found[n + i])
+                abort();
+    }
+}
+
 int main(void)
 {
     pthread_t loops[5];
@@ -190,6 +217,7 @@ int main(void)
     for (int i = 0; i < 1000; i++)
         if (out[i] < 0 || out[i] >= 100003)
             abort();
+    compare_batches();
     puts("all rows are right");
     return 0;
 }
