@@ -9,7 +9,7 @@ other rows are sent here. Every row is therefore sent once, with the values of t
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.pipeline.cache_decisions import CachedRows
+from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.rows.indices import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
@@ -205,27 +206,32 @@ class ChangingRows:
         self, weights: Store, cache: RowCache | None, n_recent: int, *, is_trained: bool
     ) -> None:
         self.weights = weights
-        # Rows of the preceding batches, and the rows that left the cache after each batch.
-        self._recent: deque[Rows] = deque(maxlen=n_recent * is_trained)
+        self._recent = RecentRows(n_recent * is_trained)
+        self._numbers = itertools.count()
         self._is_trained = is_trained
         self._cache = cache
 
-    def find(self, rows: Rows) -> Array:
-        """Return a mask of the rows of a batch that are among these rows."""
-        found = np.isin(rows, np.concatenate([np.empty(0, np.int64), *self._recent]))
-        if self._cache is not None and self._is_trained:
-            found |= self._cache.decisions.contains(rows)
-        return found
+    def add(self, rows: Rows) -> tuple[Array, CachedRows | None]:
+        """Add the rows of a batch.
 
-    def add(self, rows: Rows) -> CachedRows | None:
-        """Add the rows of a batch, and return the decisions of the cache about them."""
-        if self._cache is None:
-            self._recent.append(rows)
-            return None
-        self._cache.decisions.announce(rows)
-        cached = self._cache.decide(rows)
-        self._recent.append(np.concatenate([rows, cached.moves.evicted_rows]))
-        return cached
+        Returns:
+            A mask of the rows of the batch that are among the changing ones, and the decisions of
+            the cache about them.
+        """
+        found = np.zeros(len(rows), bool)
+        cached = None
+        written = rows
+        if self._cache is not None:
+            if self._is_trained:
+                found |= self._cache.decisions.contains(rows)
+            self._cache.decisions.announce(rows)
+            cached = self._cache.decide(rows)
+            # The values of rows that leave the cache are written after the batch.
+            written = np.concatenate([rows, cached.moves.evicted_rows])
+        shared, _ = self._recent.add(next(self._numbers), [rows], [written], ())
+        for latest, _ in shared.overlaps[0].values():
+            found[shared.positions[slice(*latest.later)]] = True
+        return found, cached
 
 
 class _Offer:
@@ -243,8 +249,7 @@ class _Offer:
         own, given = distinct_rows(asked)
         self.own = own
         self.given = given
-        is_changing = changing.find(own)
-        self._cached = changing.add(own)
+        is_changing, self._cached = changing.add(own)
         final = np.flatnonzero(~is_changing)
         values = np.empty((len(final), *weights.row_shape), weights.dtype)
         weights.gather(own[final], values)
