@@ -15,6 +15,7 @@ from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_de
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
+from pinfeed.stores import ArrayStore
 from pinfeed.training.distributed.rank_loop import Exchanged, RankLoop
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
 from pinfeed.training.row_loop.loop_table import LoopTable
@@ -86,10 +87,13 @@ class RowLoop(LoaderFeeder[T_co]):
             # On the CPU, no copy needs to be hidden. Ranks also exchange rows ahead.
             has_work = is_sharded or options.has_transforms
             depth = DEFAULT_DEPTH if has_work or not is_cpu(device) else 0
+        writes = not any(used.reads for used in tables)
+        # A training step takes longer than to read its rows from memory.
+        is_fast = writes and all(isinstance(store, ArrayStore) for store in self._stores)
         schedule = PrefetchSchedule(
             depth,
-            n_readers=n_id_readers(depth),
-            writes=not any(used.reads for used in tables),
+            n_readers=1 if is_fast else n_id_readers(depth),
+            writes=writes,
             has_caches=any(used.table.device_cache is not None for used in tables),
         )
         schedule = options.in_threads(schedule, are_readers=True)

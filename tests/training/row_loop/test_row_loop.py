@@ -19,6 +19,7 @@ from pinfeed import (
     NpyStore,
     RowOptimizer,
     checkpoint,
+    read_rows,
     train_rows,
 )
 from pinfeed.devices.cpu import HostDevice
@@ -73,6 +74,21 @@ def test_the_route_is_chosen_before_the_streams() -> None:
     table = table_of_zeros()
     with train_rows(ids_of([0, 1]), {table: same}, optimizer=sgd(table), device=device):
         assert device.calls == ["route of 1 stores", "read", "write"]
+
+
+def test_rows_of_files_have_several_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
+    in_memory, in_file = table_of_zeros(), table_of_zeros(store=tmp_path / "table.npy")
+    for loop, n_readers in (
+        (train_rows([], {in_memory: same}, optimizer=sgd(in_memory), depth=2), 1),
+        (train_rows([], {in_file: same}, optimizer=sgd(in_file), depth=2), 3),
+        (read_rows([], {in_memory: same}, depth=2), 3),
+    ):
+        with loop:
+            list(loop)
+            assert loop.stats.n_readers == n_readers
 
 
 def test_two_loops_made_before_either_begins() -> None:
