@@ -3,10 +3,11 @@
 | a loop that ... | has |
 |---|---|
 | reads rows in memory | an engine of native threads, and a mover that allocates |
+| also writes them back, on a GPU | a writer, which is a native thread |
 | passes on a loader's batches | the loader's iterator and, with a GPU, a mover without threads |
 | reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
-| writes rows back, or has caches | also a writer and its queue |
+| otherwise writes rows back, or has caches | also a writer and its queue |
 | writes rows that may recur | also draws that compare rows |
 | calls transforms | a filler that does so, in one thread or in several |
 | records a timeline | also a wrapper that records reads, and names calls for a GPU's profiler |
