@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 import pinfeed
-from benchmarks.rowcupy import mapped
-from pinfeed.devices.kernels import External
+from benchmarks.rowcupy import External, mapped
 
 N_ROWS = 131_072
 DIM = 128

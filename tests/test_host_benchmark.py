@@ -26,7 +26,10 @@ def settings_of_the_process() -> Iterator[None]:
     torch.set_num_threads(n_threads)
 
 
-@pytest.mark.parametrize("cell", ["loader, two tensors of 4 B", "write_back, depth 2"])
+@pytest.mark.parametrize(
+    "cell",
+    ["loader, two tensors of 4 B", "write_back, depth 2", "tables, 1,024 ids, without the step"],
+)
 def test_a_cell_prints_a_line_for_each_way(cell: str, capsys: pytest.CaptureFixture[str]) -> None:
     host.main(["--quick", "--json", "--only", cell])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

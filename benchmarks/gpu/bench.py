@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,7 +110,7 @@ class Bench:
     def gather(self, sample: StoreRows, into: Any, indices: Any = None) -> None:
         """Queue the copy of a sample's rows to the device, and that of row indices if not given."""
         on_device = () if indices is None else (indices,)
-        deque(self.device.read([(sample, into)], self.read, *on_device), maxlen=0)
+        self.device.read([(sample, into)], self.read, *on_device)
 
     def scatter(self, sample: StoreRows, values: Any, indices: Any = None) -> None:
         """Queue the copy of values to the rows of a sample, and of row indices if not given."""

@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu.bench import Bench, Samples, as_rows, rate, wait
 from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
 from benchmarks.gpu.recorder import Fields, Skipped
+from benchmarks.rowcupy import External
 from pinfeed import PinnedStore
-from pinfeed.devices.kernels import External
 from pinfeed.stores.host_rows import StoreRows
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64)

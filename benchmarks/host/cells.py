@@ -18,7 +18,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed import ArrayStore, Feeder, MiB, PinnedStore, wrap_loader
+from pinfeed import (
+    ArrayStore,
+    Feeder,
+    HostEmbedding,
+    MiB,
+    PinnedStore,
+    RowOptimizer,
+    train_rows,
+    wrap_loader,
+)
 
 Tensors = list[torch.Tensor]
 Way = Callable[[Any, int], Iterator[Any]]
@@ -36,6 +45,7 @@ class Cell:
         expected: The way that copies nothing.
         device: "cpu", or "cuda" for the simulated GPU.
         step: Training step, whose time is not part of the gap.
+        steps_s: Seconds of what the ways have done so far that is not counted.
         check: Function that checks what was written by a loop whose step adds 1 to each batch.
     """
 
@@ -46,6 +56,7 @@ class Cell:
     expected: Way
     device: str = "cuda"
     step: Callable[[], object] = bool
+    steps_s: Callable[[], float] = float
     check: Callable[[], object] = bool
 
 
@@ -95,6 +106,13 @@ def to(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
     return torch.empty_like(tensor).copy_(source, non_blocking=True)
 
 
+def reached(array: np.ndarray) -> PinnedStore:
+    """Return a store that the simulated GPU reads and writes itself, as it does all memory."""
+    store = PinnedStore(array, pin=False)
+    store.page_locked = True
+    return store
+
+
 class Rows:
     """Rows of a table of 64 MiB in memory, in random order."""
 
@@ -108,10 +126,7 @@ class Rows:
 
     @cached_property
     def _pinned(self) -> PinnedStore:
-        store = PinnedStore(self._table.numpy(), pin=False)
-        # The simulated GPU reaches all memory.
-        store.page_locked = True
-        return store
+        return reached(self._table.numpy())
 
     def _indices(self) -> Iterator[torch.Tensor]:
         n_rows = len(self._table)
@@ -160,6 +175,52 @@ class WrittenRows:
     def check(self) -> None:
         expected = np.arange(1, self._table.size + 1)
         assert np.array_equal(self._table.ravel(), expected), "other values were written back"
+
+
+class TrainedRows:
+    """Rows of a table that the GPU reads and writes itself, which Adam trains.
+
+    Args:
+        n_ids: Ids of a batch.
+    """
+
+    def __init__(self, n_ids: int) -> None:
+        self._n_ids = n_ids
+        self._steps_s = 0.0
+
+    def steps_s(self) -> float:
+        """Return the CPU time of all steps and optimizers so far, in seconds."""
+        return self._steps_s
+
+    def _train(self, device: Any, n: int, **options: Any) -> Iterator[torch.Tensor]:
+        begin_s = time.thread_time()
+        n_rows, dim = 1 << 19, 4
+        table = HostEmbedding(n_rows, dim, store=reached(np.ones((n_rows, dim), np.float32)))
+        optimizer = RowOptimizer(
+            torch.optim.Adam,
+            [table],
+            state=lambda table, key, shape, dtype: reached(np.zeros(shape, dtype)),
+            foreach=True,
+        )
+        generator = torch.Generator().manual_seed(0)
+        batches = list(torch.randint(n_rows, (n, self._n_ids), generator=generator))
+        tables: Any = {table: lambda ids: ids}
+        self._steps_s += time.thread_time() - begin_s
+        for _ in train_rows(batches, tables, optimizer=optimizer, device=device, **options):
+            begin_s = time.thread_time()
+            # A lookup would need positions that a loop without moves does not have.
+            (rows,) = optimizer.parameters()
+            rows.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self._steps_s += time.thread_time() - begin_s
+            yield rows.detach().clone()
+
+    def expected(self, device: Any, n: int) -> Iterator[torch.Tensor]:
+        return self._train("cpu", n, depth=0)
+
+    def pinfeed(self, device: Any, n: int) -> Iterator[torch.Tensor]:
+        return self._train(device, n, route="direct")
 
 
 class Loader:
@@ -247,6 +308,11 @@ def cells() -> Iterator[Cell]:
     written = WrittenRows()
     goal, ways = "110 / 200, 1 switch", {"pinfeed": written.pinfeed}
     yield Cell("write_back, depth 2", goal, 1000, ways, written.expected, check=written.check)
+    for n_ids, goal, n in ((1024, "120 / 250", 400), (32_768, "250 / 1000", 60)):
+        trained = TrainedRows(n_ids)
+        ways = {"pinfeed": trained.pinfeed}
+        title = f"tables, {n_ids:,} ids, without the step"
+        yield Cell(title, goal, n, ways, trained.expected, steps_s=trained.steps_s)
     rows = Rows(3072, 64)
     plain = partial(rows.pinfeed, depth=2)
     ways = {"pinfeed": partial(plain, host_transform=lambda batch: batch), "without it": plain}

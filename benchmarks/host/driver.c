@@ -126,24 +126,55 @@ int sim_copy(void *to, const void *from, size_t nbytes, void *stream)
     return add(stream, now_ns(), LINK_LATENCY + (int64_t)nbytes / LINK_RATE);
 }
 
-/* Reads rows by row indices of int32, as the kernels do (pinfeed/devices/kernels.py). */
+/* Moves rows by row indices of int32, as the kernels do (pinfeed/devices/kernels.py). */
+static int64_t move_rows(const struct pf_moves *all, int is_write)
+{
+    int64_t nbytes = 0;
+    for (uint32_t t = 0; t < all->n_tables; t++) {
+        const size_t row_nbytes = all->tables[t].row_nbytes;
+        nbytes += (int64_t)(all->n_rows * row_nbytes);
+        for (uint32_t i = 0; moves && i < all->n_rows; i++) {
+            char *const packed = all->tables[t].packed + i * row_nbytes;
+            char *const row = all->tables[t].rows + ((const int32_t *)all->indices)[i] * row_nbytes;
+            memcpy(is_write ? row : packed, is_write ? packed : row, row_nbytes);
+        }
+    }
+    return nbytes;
+}
+
+/* The argument of the kernel that copies rows on the GPU (pinfeed/devices/row_copies.py). */
+struct row_copy {
+    const char *source;
+    char *target;
+    const int32_t *taken;
+    const int32_t *into;
+    uint32_t n_rows, n_words, width, n_lanes;
+};
+
+static void copy_rows(const struct row_copy *copy)
+{
+    const size_t row_nbytes = (size_t)copy->n_words * copy->width;
+    for (uint32_t i = 0; moves && i < copy->n_rows; i++)
+        memcpy(copy->target + (size_t)(copy->into ? copy->into[i] : (int32_t)i) * row_nbytes,
+               copy->source + (size_t)(copy->taken ? copy->taken[i] : (int32_t)i) * row_nbytes,
+               row_nbytes);
+}
+
+/* Handles of kernels. */
+enum { GATHER = 1, SCATTER, COPY_ROWS };
+
 int sim_launch(void *kernel, unsigned n_blocks, unsigned n_y, unsigned n_z, unsigned n_threads,
                unsigned t_y, unsigned t_z, unsigned shared, void *stream, void **arguments,
                void **extra)
 {
-    (void)kernel, (void)n_blocks, (void)n_y, (void)n_z, (void)n_threads;
-    (void)t_y, (void)t_z, (void)shared, (void)extra;
-    const struct pf_moves *const all = arguments[0];
+    (void)n_blocks, (void)n_z, (void)n_threads, (void)t_y, (void)t_z, (void)shared, (void)extra;
     int64_t nbytes = 0;
     occupy(LAUNCH);
-    for (uint32_t t = 0; t < all->n_tables; t++) {
-        const size_t row_nbytes = all->tables[t].row_nbytes;
-        nbytes += (int64_t)(all->n_rows * row_nbytes);
-        for (uint32_t i = 0; moves && i < all->n_rows; i++)
-            memcpy(all->tables[t].packed + i * row_nbytes,
-                   all->tables[t].rows + ((const int32_t *)all->indices)[i] * row_nbytes,
-                   row_nbytes);
-    }
+    if ((intptr_t)kernel == COPY_ROWS)
+        for (unsigned i = 0; i < n_y; i++)
+            copy_rows((const struct row_copy *)arguments[0] + i);
+    else
+        nbytes = move_rows(arguments[0], (intptr_t)kernel == SCATTER);
     return add(stream, now_ns(), LINK_LATENCY + nbytes / LINK_RATE);
 }
 

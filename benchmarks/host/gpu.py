@@ -18,12 +18,13 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from pinfeed.devices import cuda, cuda_driver, kernels
+from pinfeed.devices import cuda, cuda_driver, kernels, row_copies
 from pinfeed.devices.route import STAGED, Route
 from pinfeed.memory.pages import huge
 from pinfeed.native.driver import DriverTable
@@ -154,15 +155,8 @@ class Module:
     def __init__(self, *_: Any) -> None: ...
 
     def handle(self, name: str) -> int:
-        """Return the handle of a kernel, which the driver does not need."""
-        return 1
-
-    def launch(
-        self, name: str, stream: int, grid: tuple[int, ...], n_threads: int, argument: Any
-    ) -> None:
-        """Queue a kernel in a stream."""
-        pointers = (ctypes.c_void_p * 1)(argument.ctypes.data)
-        driver().held.launch(1, *grid, 1, 1, n_threads, 1, 1, 0, stream, pointers, 0)
+        """Return the handle of a kernel."""
+        return 1 + ("gather", "scatter", "copy").index(name.partition("_")[0])
 
 
 def choose_route(device: Any, stores: Any, n_rows: int, wanted: str | None) -> str:
@@ -187,6 +181,7 @@ _CUDA = {
     "set_device": lambda device: None,
     "device": contextlib.nullcontext,
     "get_device_name": lambda device=None: "simulated GPU",
+    "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
     "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
     "memory_reserved": lambda device=None: 0,
     "memory_allocated": lambda device=None: 0,
@@ -211,11 +206,13 @@ def simulated_gpu(*, moves: bool) -> Iterator[cuda.CudaDevice]:
             mock.patch.object(cuda, "staging_memory", lambda _, nbytes: huge(max(1, nbytes))),
             mock.patch.object(cuda_driver, "driver_table", driver_table),
             mock.patch.object(kernels, "CudaModule", Module),
+            mock.patch.object(row_copies, "CudaModule", Module),
             mock.patch.object(cuda.CudaDevice, "choose_route", choose_route),
         ):
             stack.enter_context(patch)
-        cuda_driver.cuda_driver.cache_clear()
-        stack.callback(cuda_driver.cuda_driver.cache_clear)
+        for cached in (cuda_driver.cuda_driver, row_copies.row_copy_kernel):
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
         device = stack.enter_context(contextlib.closing(cuda.CudaDevice(0)))
         # The device creates its tensors on this device, and recognizes them by it.
         device._device = torch.device("cpu")

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -179,10 +179,9 @@ class HostDevice:
         parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: Any,
         indices: torch.Tensor | None = None,
-    ) -> Iterator[None]:
+    ) -> None:
         for part, dst in parts:
             part.read(memory_of(dst))
-            yield
 
     def write(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.cuda_direct_access import DirectAccess
+from pinfeed.devices.cuda_direct_access import DirectAccess, is_in_order
 from pinfeed.devices.cuda_driver import cuda_driver
 from pinfeed.devices.cuda_streams import (
     CudaClock,
@@ -136,7 +136,7 @@ class CudaDevice(DirectAccess):
         wholes: list[torch.Tensor] = []
         for parts, whole, sizes, nbytes in layout.blocks:
             if len(parts) == 1:
-                ((shape, dtype),) = parts
+                ((shape, dtype, _),) = parts
                 tensors.append(torch.empty(shape, dtype=TORCH[dtype], device=self._device))
                 wholes.append(tensors[-1])
                 continue
@@ -144,7 +144,7 @@ class CudaDevice(DirectAccess):
             wholes.append(torch.empty(n, dtype=TORCH[whole], device=self._device))
             # As in ``split``, these are no views for autograd.
             pieces = torch.unsafe_split_with_sizes(wholes[-1], sizes)[::2]
-            for piece, (shape, dtype) in zip(pieces, parts, strict=True):
+            for piece, (shape, dtype, _) in zip(pieces, parts, strict=True):
                 tensor = piece if dtype == whole else piece.view(TORCH[dtype])
                 tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
         return tensors, wholes
@@ -153,7 +153,7 @@ class CudaDevice(DirectAccess):
         return tensor.data_ptr()
 
     def dense_address(self, tensor: torch.Tensor) -> int:
-        return tensor.data_ptr() if _is_dense(tensor) else 0
+        return tensor.data_ptr() if is_in_order(tensor) else 0
 
     def tensor(
         self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
@@ -250,6 +250,7 @@ class CudaDevice(DirectAccess):
 
     def close(self) -> None:
         self._staging.close()
+        self._movers.clear()
         unlock_freed()
 
 
@@ -266,17 +267,12 @@ def _addresses(src: torch.Tensor | Array, dst: torch.Tensor | Array) -> tuple[in
         or not isinstance(tensor, torch.Tensor)
         or TORCH.get(array.dtype) != tensor.dtype
         or not array.flags.c_contiguous
-        or not _is_dense(tensor)
+        or not is_in_order(tensor)
         or array.nbytes != tensor.nbytes
     ):
         return 0, 0, 0
     there, here = array.__array_interface__["data"][0], tensor.data_ptr()
     return (there, array.nbytes, here) if array is src else (here, array.nbytes, there)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor are in memory one after the other, as they are."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_plain(value: Any) -> bool:
@@ -296,7 +292,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dense(values: torch.Tensor) -> torch.Tensor:
     """Return values whose rows are contiguous in memory, as they are or copied."""
-    if _is_dense(values):
+    if is_in_order(values):
         return values
     return values.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
+from pinfeed.devices.cuda_driver import CudaDriver
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
-from pinfeed.devices.kernels import DeviceIndices, Grid, Move, RowKernels
+from pinfeed.devices.kernels import WIDEST_WORD, Grid, RowKernels
 from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
 from pinfeed.devices.route_benchmark import MatrixProducts, grids_of, measure
 from pinfeed.errors import DeviceError, described
-from pinfeed.native.row_moves import RowDirection, RowMoves
+from pinfeed.native.row_moves import RowDirection, RowMover, RowMoves
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.pinned import PinnedStore
@@ -46,12 +46,16 @@ class DirectAccess:
     """
 
     name: str
+    engine_driver: CudaDriver | None
+    """Driver of the GPU; None without it, or without the compiled functions."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
         self._index = index
         self.route = STAGED
         """Route of the rows of page-locked stores; the last decision applies to all feeders."""
+        # Every loop over the same stores uses the same ones.
+        self._movers: dict[tuple[Any, ...], RowMover] = {}
 
     def copy(
         self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: CudaStream
@@ -76,6 +80,13 @@ class DirectAccess:
         """Return the route of the rows of stores that the GPU can reach, and its reason."""
         if not stores or wanted == "staged":
             return STAGED, ""
+        if self.engine_driver is None:
+            if wanted == "direct":
+                raise DeviceError(
+                    f"route='direct': {self.name} needs pinfeed's compiled part and the CUDA "
+                    "driver, which `pinfeed doctor` looks for; leave route out"
+                )
+            return STAGED, "page-locked rows are staged without the compiled part"
         try:
             # Compiled now, so that an error is raised here and not in a reader thread.
             _ = self.kernels
@@ -143,19 +154,18 @@ class DirectAccess:
         parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: CudaStream,
         indices: torch.Tensor | None = None,
-    ) -> Iterator[None]:
+    ) -> None:
         # Grouped by the array of row indices, which several stores have in common.
         groups: dict[int, tuple[Rows, list[_Table]]] = {}
         for part, dst in parts:
             if hasattr(part, "host_value"):
                 # torch's pinned allocator keeps it until the copy is done.
                 self.copy(part.host_value, dst, stream)
-                yield
             elif dst.numel():
                 rows: Rows = part.rows  # type: ignore[attr-defined]  # rows of a store
                 groups.setdefault(id(rows), (rows, []))[1].append((part.store, dst))  # type: ignore[attr-defined]
         for rows, tables in groups.values():
-            yield from self._move(tables, rows, stream, indices, gather=True)
+            self._move("gather", tables, rows, stream, indices)
 
     def write(
         self,
@@ -164,51 +174,52 @@ class DirectAccess:
         stream: CudaStream,
         indices: torch.Tensor | None = None,
     ) -> None:
-        if len(rows):
-            deque(self._move(values, rows, stream, indices, gather=False), maxlen=0)
+        if not len(rows):
+            return
+        if not all(_is_aligned(tensor) for _, tensor in values):
+            # Values of the user may have any layout, and begin anywhere in their memory.
+            with queued_in(stream.raw):
+                values = [(store, _aligned(tensor)) for store, tensor in values]
+        self._move("scatter", values, rows, stream, indices)
 
     def _move(
         self,
+        kind: RowDirection,
         tables: Sequence[_Table],
         rows: Rows,
         stream: CudaStream,
         indices: torch.Tensor | None,
-        *,
-        gather: bool,
-    ) -> Iterator[None]:
-        """Queue the move of rows from their tables if ``gather``, or else to them, in steps."""
+    ) -> None:
+        """Queue the move of rows from or to their tables."""
+        stores = tuple(store for store, _ in tables)
         run = run_of(rows)
-        if run is None:
-            yield from self._launch(tables, rows, stream, indices, gather=gather)
-            return
-        for store, tensor in tables:
-            table = store.array[run]
-            src, dst = (table, tensor) if gather else (tensor, table)
-            self.copy(src, dst, stream)
-            yield
-
-    def _launch(
-        self,
-        tables: Sequence[_Table],
-        rows: Rows,
-        stream: CudaStream,
-        indices: torch.Tensor | None,
-        *,
-        gather: bool,
-    ) -> Iterator[None]:
-        if indices is None:
+        if run is None and indices is None:
             with queued_in(stream.raw):
                 # Allocated in this stream, so that its memory is reused only after the launches.
-                indices = self._upload(rows, _index_dtype([store for store, _ in tables]))
-        on_device = DeviceIndices(indices.data_ptr(), len(rows), indices.element_size())
+                indices = self._upload(rows, _index_dtype(stores))
+        assert self.engine_driver is not None
+        mover = self._mover(kind, stores, 4 if indices is None else indices.element_size())
+        mover(
+            self.engine_driver,
+            stream.handle,
+            -1 if run is None else run.start,
+            len(rows),
+            0 if indices is None else indices.data_ptr(),
+            [tensor.data_ptr() for _, tensor in tables],
+        )
+
+    def _mover(
+        self, kind: RowDirection, stores: tuple[PinnedStore, ...], index_nbytes: int
+    ) -> RowMover:
+        """Return what queues moves of the rows of stores."""
         # Another feeder on this device may have chosen the staged route since.
         grid = self.route.grid or _GRID
-        moves = [
-            Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store))
-            for store, tensor in tables
-        ]
-        kind: Literal["gather", "scatter"] = "gather" if gather else "scatter"
-        yield from self.kernels.move(kind, stream.raw.cuda_stream, on_device, moves, grid)
+        key = (kind, grid, index_nbytes, *stores)
+        mover = self._movers.get(key)
+        if mover is None:
+            moves = self.kernels.moves(kind, dict(enumerate(stores)), grid, index_nbytes)
+            self._movers[key] = mover = RowMover(moves, kind)
+        return mover
 
     def _upload(self, rows: Rows, dtype: np.dtype[Any]) -> torch.Tensor:
         """Return row indices on the device, copied in the current stream.
@@ -239,6 +250,24 @@ def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows:
             return measure(apart, stores, 1 << batch, MatrixProducts(device._device))
 
     return cached_rates(key, measured)
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor are in memory one after the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether kernels can read the values of a tensor, by words of any size."""
+    return not tensor.data_ptr() % WIDEST_WORD and is_in_order(tensor)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor as kernels can read them."""
+    if _is_aligned(tensor):
+        return tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _index_dtype(stores: Sequence[Store]) -> np.dtype[Any]:

@@ -21,6 +21,7 @@ _pack_1 = packing(1)
 _pack_2 = packing(2)
 _pack_3 = packing(3)
 _pack_5 = packing(5)
+_pack_7 = packing(7)
 
 
 class CudaDriver:
@@ -84,6 +85,21 @@ class CudaDriver:
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy between two addresses, of which one is page-locked memory of the host."""
         self._check(self._library.queue_copy(_pack_5(self.address, to, source, nbytes, stream)))
+
+    def launch(
+        self, kernel: int, grid: tuple[int, int], n_threads: int, stream: int, argument: int
+    ) -> None:
+        """Queue a kernel.
+
+        Args:
+            kernel: Handle of the kernel.
+            grid: Number of blocks in both directions.
+            n_threads: Threads of a block.
+            stream: Handle of the stream.
+            argument: Address of the kernel's argument, which is copied now.
+        """
+        request = _pack_7(self.address, kernel, *grid, n_threads, stream, argument)
+        self._check(self._library.launch(request))
 
     def free(self, event: int) -> None:
         """Use an event again."""

@@ -7,7 +7,7 @@ that still marks an earlier point.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -239,10 +239,8 @@ class Device(Protocol):
         parts: Sequence[tuple[UnreadPart, Tensor]],
         stream: Any,
         indices: Tensor | None = None,
-    ) -> Iterator[None]:
+    ) -> None:
         """Queue reads of parts that the device can read directly into their tensors.
-
-        Each item of the iterator is a step.
 
         Args:
             parts: The parts, each with its tensor.

@@ -17,13 +17,9 @@ each other on every multiprocessor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple, TypeVar
 
 from pinfeed.native.row_moves import (
     MAX_TABLES,
@@ -45,9 +41,9 @@ THIN = 32
 # For the threads of a block: words that a thread has in flight, and its largest number of registers
 # with which no register is spilled.
 _LIMITS = {THICK: (4, 64), THIN: (2, 32)}
-# Bytes that one launch moves at most, because the kernels count words in 32 bits.
-_STEP_BYTES = 64 << 20
 _WIDTHS = (16, 8, 4, 2, 1)
+WIDEST_WORD = _WIDTHS[0]
+"""Most bytes of a word."""
 
 SOURCE = r"""
 struct Table {
@@ -194,23 +190,6 @@ KERNELS: dict[tuple[str, int, int], str] = {
 PAIRED: dict[int, str] = {width: f"gather_rows_{width}_pair" for width in _WIDTHS}
 """Names of the kernels of thick blocks that gather by pairs of a row and its place."""
 
-MOVES = np.dtype(
-    [
-        ("rows", np.uint64),
-        ("n_rows", np.uint32),
-        ("n_tables", np.uint32),
-        (
-            "tables",
-            np.dtype(
-                [("rows", np.uint64), ("packed", np.uint64), ("row_nbytes", np.uint32)], align=True
-            ),
-            MAX_TABLES,
-        ),
-    ],
-    align=True,
-)
-"""Argument of the kernels; it is ``pf_moves`` of pinfeed.h, too."""
-
 
 class Grid(NamedTuple):
     """Blocks of a launch.
@@ -245,61 +224,9 @@ def names_of(n_threads: int) -> list[str]:
     return [*KERNELS.values(), *(PAIRED.values() if n_threads == THICK else ())]
 
 
-@dataclass(frozen=True)
-class Move:
-    """Move of rows between one table and a packed batch on the device.
-
-    Attributes:
-        table: Address of the table's first row.
-        packed: Address of the first row of the batch on the device.
-        row_nbytes: Bytes of a row, at least 1.
-    """
-
-    table: int
-    packed: int
-    row_nbytes: int
-
-
-@dataclass(frozen=True)
-class DeviceIndices:
-    """Row indices in the memory of the device.
-
-    Attributes:
-        address: Address of the first row index.
-        n: Number of row indices.
-        nbytes: Bytes of one row index: 4 for int32, 8 for int64.
-    """
-
-    address: int
-    n: int
-    nbytes: int
-
-
-class Launch(NamedTuple):
-    """One launch of a kernel."""
-
-    width: int
-    """Bytes of a word."""
-    n_blocks: int
-    moves: npt.NDArray[Any]
-    """The kernel's argument, shape (1,)."""
-
-
 def word_width(divisible: int) -> int:
     """Return the bytes of the widest word that divides a number."""
     return next(width for width in _WIDTHS if not divisible % width)
-
-
-def launches(rows: DeviceIndices, moves: Sequence[Move], grid: Grid) -> Iterator[Launch]:
-    """Yield the launches that move rows.
-
-    Args:
-        rows: Row indices on the device.
-        moves: Moves of these rows, one for each table.
-        grid: Blocks of each launch.
-    """
-    for width, group in _by_width(moves, lambda move: move.table | move.packed | move.row_nbytes):
-        yield from _launches(rows, group, width, grid)
 
 
 def _by_width(tables: Iterable[T], divisible: Callable[[T], int]) -> Iterator[tuple[int, list[T]]]:
@@ -317,24 +244,6 @@ def _by_width(tables: Iterable[T], divisible: Callable[[T], int]) -> Iterator[tu
         group = list(of_width)
         for i in range(0, len(group), MAX_TABLES):
             yield found, group[i : i + MAX_TABLES]
-
-
-def _launches(
-    rows: DeviceIndices, group: Sequence[Move], width: int, grid: Grid
-) -> Iterator[Launch]:
-    # The number of a word must fit in 32 bits.
-    step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in group))
-    n_words = max(move.row_nbytes for move in group) // width
-    for first in range(0, rows.n, step):
-        n = min(step, rows.n - first)
-        argument = np.zeros(1, MOVES)
-        argument["rows"] = rows.address + first * rows.nbytes
-        argument["n_rows"] = n
-        argument["n_tables"] = len(group)
-        argument["tables"][0, : len(group)] = [
-            (move.table, move.packed + first * move.row_nbytes, move.row_nbytes) for move in group
-        ]
-        yield Launch(width, min(grid.n_blocks, -(-n * n_words // grid.n_threads)), argument)
 
 
 class RowKernels:
@@ -357,22 +266,31 @@ class RowKernels:
             for n_threads in _LIMITS
         }
 
-    def moves(self, kind: RowDirection, stores: Mapping[int, PinnedStore], grid: Grid) -> RowMoves:
+    def moves(
+        self,
+        kind: RowDirection,
+        stores: Mapping[int, PinnedStore],
+        grid: Grid,
+        index_nbytes: int | None = None,
+    ) -> RowMoves:
         """Return how compiled functions queue moves of the rows of stores.
 
         Args:
             kind: Direction.
             stores: Stores in page-locked memory, by their positions in a batch.
-            grid: Blocks of each launch.
+            grid: Blocks of each launch; each occupies a part of a multiprocessor that the model
+                could use.
+            index_nbytes: Bytes of a row index. With None, the result says in which form it needs
+                the row indices.
         """
         tables = [
             Table(store.array.ctypes.data, row_nbytes(store), k) for k, store in stores.items()
         ]
         n_rows = max(store.n_rows for store in stores.values())
-        index_nbytes = 4 if n_rows < 1 << 31 else 8
         shift = -1
-        if kind == "gather" and grid.n_threads == THICK:
+        if kind == "gather" and grid.n_threads == THICK and index_nbytes is None:
             shift = sort_shift(n_rows, max(table.row_nbytes for table in tables))
+        index_nbytes = index_nbytes or (4 if n_rows < 1 << 31 else 8)
         found = []
         # The rows of a batch begin at addresses that every word divides.
         for width, group in _by_width(tables, lambda table: table.address | table.row_nbytes):
@@ -380,33 +298,6 @@ class RowKernels:
             kernel = self.modules[grid.n_threads].handle(name)
             found.append(KernelLaunch(kernel, *grid, width, group))
         return RowMoves(index_nbytes, shift, found)
-
-    def move(
-        self,
-        kind: RowDirection,
-        stream: int,
-        rows: DeviceIndices,
-        moves: Sequence[Move],
-        grid: Grid,
-    ) -> Iterator[None]:
-        """Queue a gather of rows to the device, or a scatter of distinct rows from it.
-
-        Args:
-            kind: Direction.
-            stream: Handle of the stream.
-            rows: Row indices on the device.
-            moves: Moves of these rows, one for each table.
-            grid: Blocks of each launch; each occupies a part of a multiprocessor that the model
-                could use.
-
-        Yields:
-            After each launch.
-        """
-        module = self.modules[grid.n_threads]
-        for width, n_blocks, argument in launches(rows, moves, grid):
-            kernel = KERNELS[kind, width, rows.nbytes]
-            module.launch(kernel, stream, (n_blocks,), grid.n_threads, argument)
-            yield
 
 
 class CudaModule:
@@ -432,7 +323,6 @@ class CudaModule:
         import cupy
 
         self._gpu = cupy.cuda.Device(index)
-        self._stream = cupy.cuda.Stream.from_external
         with self._gpu:
             module = cupy.RawModule(code=source, options=options)
             self.kernels = {name: module.get_function(name) for name in names}
@@ -443,28 +333,3 @@ class CudaModule:
         with self._gpu:
             handle: int = self.kernels[name].kernel.ptr
         return handle
-
-    def launch(
-        self, name: str, stream: int, grid: tuple[int, ...], n_threads: int, argument: Any
-    ) -> None:
-        """Queue a kernel in a stream.
-
-        Args:
-            name: Name of the kernel.
-            stream: Handle of the stream.
-            grid: Number of blocks in each dimension.
-            n_threads: Threads of a block.
-            argument: The kernel's argument, an array of shape (1,), which CuPy passes by value.
-        """
-        with self._gpu, self._stream(External(stream)):
-            self.kernels[name](grid, (n_threads,), (argument,))
-
-
-class External:
-    """Stream of another library, in the form that CuPy accepts."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle

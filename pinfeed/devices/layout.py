@@ -29,11 +29,13 @@ class BatchPart(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    nbytes: int
+    """Bytes of the part."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: np.dtype[Any]) -> BatchPart:
+        """Return a part of a shape and dtype."""
+        return cls(shape, dtype, math.prod(shape) * dtype.itemsize)
 
 
 class Block(NamedTuple):
@@ -49,15 +51,19 @@ class Block(NamedTuple):
     """Bytes of the block."""
 
     @classmethod
-    def of(cls, parts: Sequence[BatchPart]) -> Block:
-        """Return the block of some parts."""
+    def of(cls, parts: Sequence[BatchPart], rooms: Sequence[int]) -> Block:
+        """Return the block of some parts.
+
+        Args:
+            parts: The parts.
+            rooms: Bytes of each part with the gap after it.
+        """
         dtypes = {part.dtype for part in parts}
         dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.uint8)
         sizes = []
-        for part in parts:
-            n, gap = part.nbytes, aligned(part.nbytes) - part.nbytes
-            sizes += [n // dtype.itemsize, gap // dtype.itemsize]
-        return cls(parts, dtype, sizes, sum(aligned(part.nbytes) for part in parts))
+        for part, room in zip(parts, rooms, strict=True):
+            sizes += [part.nbytes // dtype.itemsize, (room - part.nbytes) // dtype.itemsize]
+        return cls(parts, dtype, sizes, sum(rooms))
 
 
 class RowLayout(NamedTuple):
@@ -77,17 +83,19 @@ class RowLayout(NamedTuple):
     def of(cls, parts: Sequence[BatchPart]) -> RowLayout:
         """Return the layout of parts; consecutive small ones share a block."""
         nbytes = [part.nbytes for part in parts]
-        ends = [0, *itertools.accumulate(map(aligned, nbytes))]
-        blocks: list[list[BatchPart]] = []
-        room = 0
-        for part in parts:
-            is_small = part.nbytes <= SMALL_NBYTES
-            if not blocks or not is_small or part.nbytes > room:
-                blocks.append([])
-                room = SHARED_NBYTES if is_small else 0
-            room -= aligned(part.nbytes)
-            blocks[-1].append(part)
-        return cls(parts, ends[:-1], ends[-1], list(map(Block.of, blocks)), sum(nbytes))
+        rooms = list(map(aligned, nbytes))
+        ends = [0, *itertools.accumulate(rooms)]
+        # The first part of each block.
+        begins = []
+        left = 0
+        for i, n in enumerate(nbytes):
+            if n > SMALL_NBYTES or n > left or not i:
+                begins.append(i)
+                left = SHARED_NBYTES if n <= SMALL_NBYTES else 0
+            left -= rooms[i]
+        edges = itertools.pairwise([*begins, len(parts)])
+        blocks = [Block.of(parts[begin:end], rooms[begin:end]) for begin, end in edges]
+        return cls(parts, ends[:-1], ends[-1], blocks, sum(nbytes))
 
 
 def tensors_in_blocks(device: Any, layout: RowLayout, stream: Any) -> tuple[list[Any], list[Any]]:

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,8 +174,7 @@ class _Trial:
 
     def gather(self, batch: Sequence[StoreRows]) -> None:
         """Read the rows by the current route."""
-        pairs = list(zip(batch, self._tensors, strict=True))
-        deque(self._device.read(pairs, self.read_stream), maxlen=0)
+        self._device.read(list(zip(batch, self._tensors, strict=True)), self.read_stream)
 
     def gather_and_scatter(self, stream: Any, batch: Sequence[StoreRows]) -> None:
         """Read the rows by the current route, and write as many other rows in ``stream``."""

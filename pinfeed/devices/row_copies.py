@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pinfeed.devices.cuda_driver import CudaDriver, cuda_driver
 from pinfeed.devices.device import RowCopy
 from pinfeed.devices.kernels import CudaModule, word_width
 from pinfeed.errors import described
@@ -128,21 +129,24 @@ class RowCopyKernel:
 
     Args:
         index: Number of the GPU.
+        driver: Its driver.
 
     Raises:
         ImportError: If CuPy is not installed.
         AttributeError: If CuPy is older than version 14.
     """
 
-    def __init__(self, index: int) -> None:
-        self._module = CudaModule(index, SOURCE, OPTIONS, [_NAME])
+    def __init__(self, index: int, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._kernel = CudaModule(index, SOURCE, OPTIONS, [_NAME]).handle(_NAME)
         n_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self._most_blocks = _BLOCKS_PER_MULTIPROCESSOR * n_multiprocessors
 
     def copy(self, copies: Sequence[RowCopy], stream: int) -> None:
         """Queue copies in a stream, which is given by its handle."""
         for n_blocks, n_copies, argument in launches(copies, self._most_blocks):
-            self._module.launch(_NAME, stream, (n_blocks, n_copies), N_THREADS, argument)
+            grid = n_blocks, n_copies
+            self._driver.launch(self._kernel, grid, N_THREADS, stream, argument.ctypes.data)
 
 
 @functools.cache
@@ -154,8 +158,11 @@ def row_copy_kernel(index: int) -> RowCopyKernel | None:
     Args:
         index: Number of the GPU.
     """
+    driver = cuda_driver(torch.device("cuda", index))
+    if driver is None:
+        return None
     try:
-        return RowCopyKernel(index)
+        return RowCopyKernel(index, driver)
     except ModuleNotFoundError:
         return None
     except Exception as error:

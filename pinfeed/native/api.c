@@ -247,6 +247,27 @@ PF_API int64_t pf_api_copy_queued(const int64_t *a)
     return error;
 }
 
+/* Arguments: driver, stream, how the GPU moves rows, direction, first row or -1, number of rows,
+ * and where the parts are on the GPU. Returns as pf_move_rows does. */
+PF_API int64_t pf_api_move_rows(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    IN_SCOPE(driver, pf_move_rows(driver, pointer(a[1]), pointer(a[2]), (int)a[3], a[4], a[5],
+                                  (char *const *)(a + 6)));
+    return error;
+}
+
+/* Arguments: driver, kernel, blocks in both directions, threads of a block, stream, and the address
+ * of the kernel's argument. */
+PF_API int64_t pf_api_launch(const int64_t *a)
+{
+    const struct pf_driver *driver = pointer(a[0]);
+    void *arguments[] = {pointer(a[6])};
+    IN_SCOPE(driver, driver->launch(pointer(a[1]), (unsigned)a[2], (unsigned)a[3], 1,
+                                    (unsigned)a[4], 1, 1, 0, pointer(a[5]), arguments, NULL));
+    return error;
+}
+
 /* Arguments: those of struct pf_move, in order, to the bytes of each part, then where each part
  * goes, and where it is. Returns as pf_move does. */
 PF_API int64_t pf_api_move(const int64_t *a)

@@ -175,7 +175,7 @@ class EngineWrites(WriteErrors):
         )
 
     def _layout(self, n: int) -> RowLayout:
-        return RowLayout.of([BatchPart((n, *shape), dtype) for shape, dtype in self._row_types])
+        return RowLayout.of([BatchPart.of((n, *shape), dtype) for shape, dtype in self._row_types])
 
     def _wait(self, writer: RowWriter, most_pending: int, batch: int) -> None:
         """Wait for all but some write-backs, and count the time for that of ``batch``."""

@@ -29,7 +29,7 @@ class JobParts(NamedTuple):
 
     def layout(self, n: int) -> RowLayout:
         """Return the layout of ``n`` rows."""
-        return RowLayout.of([BatchPart((n, *shape), dtype) for shape, dtype in self.row_types])
+        return RowLayout.of([BatchPart.of((n, *shape), dtype) for shape, dtype in self.row_types])
 
     @property
     def staged_nbytes(self) -> int:

@@ -37,7 +37,7 @@ class LoaderLayout:
         is_sorted = order == list(range(len(tensors)))
         self._order = None if is_sorted else order
         self._places = sorted(range(len(order)), key=order.__getitem__)
-        parts = [BatchPart(tuple(tensors[i].shape), NUMPY[tensors[i].dtype]) for i in order]
+        parts = [BatchPart.of(tuple(tensors[i].shape), NUMPY[tensors[i].dtype]) for i in order]
         self.memory = memory = RowLayout.of(parts)
         """Layout of the memory of the device, in the order of ``sources``."""
         self.n_staged = n = len(tensors) - sum(direct)

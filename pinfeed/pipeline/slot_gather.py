@@ -63,7 +63,7 @@ class SlotGather:
         direct = [i for i in moved if device.reaches(parts[i])]
         index_of = self._index_parts(batch, parts, direct)
         moved += range(n_batch, len(parts))
-        sizes = {i: BatchPart(tuple(parts[i].shape), parts[i].dtype) for i in moved}
+        sizes = {i: BatchPart.of(tuple(parts[i].shape), parts[i].dtype) for i in moved}
         order = sorted(moved, key=lambda i: (i in direct, sizes[i].nbytes))
         layout = self._layout([sizes[i] for i in order])
         n_staged = len(order) - len(direct)

@@ -631,10 +631,10 @@ class Transfer(Writer):
             indices = tensors[gathered.index_of[g]] if g in gathered.index_of else None
             batch.groups[g] = group._replace(indices=indices)
             reads = [(gathered.parts[i], tensors[i]) for i in own]
-            deque(self.device.read(reads, self._read, indices), maxlen=0)
+            self.device.read(reads, self._read, indices)
         if left:
             others = [(gathered.parts[i], tensors[i]) for i in sorted(left)]
-            deque(self.device.read(others, self._read, None), maxlen=0)
+            self.device.read(others, self._read, None)
 
     def _copy_to_host(
         self,
@@ -704,7 +704,7 @@ class Transfer(Writer):
 @functools.lru_cache
 def _layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowLayout:
     """Return the layout of one part."""
-    return RowLayout.of([BatchPart(shape, dtype)])
+    return RowLayout.of([BatchPart.of(shape, dtype)])
 
 
 def _run_in_turn(calls: Sequence[Callable[[], object]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,7 +154,7 @@ class DeviceTests:
             pytest.skip("it reaches none")
         parts: list[UnreadPart] = [StoreRows(store, wanted) for store in stores]
         into = [self.room(device, part, stream) for part in parts]
-        deque(device.read(list(zip(parts, into, strict=True)), stream), maxlen=0)
+        device.read(list(zip(parts, into, strict=True)), stream)
         for array, tensor in zip(arrays, into, strict=True):
             self.expect(device, tensor, array[wanted], stream)
         back = np.array([5 - row for row in rows], np.int64)
@@ -176,7 +175,7 @@ class DeviceTests:
         part = StoreRows(store, wanted)
         into = self.room(device, part, stream)
         indices, _x = self.upload(device, wanted.astype(dtype), stream)
-        deque(device.read([(part, into)], stream, indices), maxlen=0)
+        device.read([(part, into)], stream, indices)
         self.expect(device, into, array[wanted], stream)
         back = 5 - wanted
         indices, _y = self.upload(device, back.astype(dtype), stream)

@@ -258,11 +258,10 @@ class SimDevice:
         parts: Sequence[tuple[UnreadPart, DeviceArray]],
         stream: SimStream,
         indices: DeviceArray | None = None,
-    ) -> Iterator[None]:
+    ) -> None:
         numbers = None if indices is None else stream._reach(indices)
         for part, dst in parts:
             stream._enqueue(_reading(part, stream._reach(dst), numbers))
-            yield
 
     def write(
         self,

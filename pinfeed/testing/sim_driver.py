@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.kernels import MOVES
 from pinfeed.native.driver import NOT_READY, DriverTable
 from pinfeed.native.engine import Engine
+from pinfeed.native.row_moves import MAX_TABLES
 from pinfeed.native.writer import RowWriter
 from pinfeed.testing.sim_streams import SimEvent, SimStream
 
@@ -21,6 +21,23 @@ if TYPE_CHECKING:
     from pinfeed.testing.sim import SimDevice
 
 _FAILED = 999
+
+MOVES = np.dtype(
+    [
+        ("rows", np.uint64),
+        ("n_rows", np.uint32),
+        ("n_tables", np.uint32),
+        (
+            "tables",
+            np.dtype(
+                [("rows", np.uint64), ("packed", np.uint64), ("row_nbytes", np.uint32)], align=True
+            ),
+            MAX_TABLES,
+        ),
+    ],
+    align=True,
+)
+"""Argument of the kernels that move rows: ``pf_moves`` of pinfeed.h."""
 
 _HANDLE = ctypes.c_void_p
 _ARGUMENTS: dict[str, list[Any]] = {

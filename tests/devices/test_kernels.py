@@ -6,7 +6,7 @@ They are compiled as C++ and run thread by thread, and compiled for GPUs.
 import ctypes
 import sys
 import types
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,27 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuda_compiler import ARCHITECTURES, compiled_for_cpu, compiled_for_gpu
+from support.launches import Launching, Run, moves_of
 
 from pinfeed.devices import kernels
 from pinfeed.devices.kernels import (
     KERNELS,
-    PAIRED,
     SOURCE,
     THICK,
     THIN,
-    DeviceIndices,
     Grid,
-    Move,
-    launches,
     names_of,
     options,
     word_width,
 )
 from pinfeed.native import library as native
 from pinfeed.native import row_moves
-from pinfeed.native.driver import DriverTable
 from pinfeed.native.engine import Engine, Staged
-from pinfeed.native.row_moves import MAX_TABLES
+from pinfeed.native.row_moves import MAX_TABLES, RowMover
 from pinfeed.stores.array import ArrayStore
 
 RUN = r"""
@@ -56,8 +52,6 @@ extern "C" long long run(void* kernel, int kind, unsigned n_blocks, unsigned n_t
 }
 """
 KINDS = ["int32", "int64", "pair"]
-Run = Callable[[str, int, int, np.ndarray], int]
-"""Runs the kernel of a name with blocks, threads of a block, and its argument."""
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
@@ -92,6 +86,31 @@ def bytes_at(
     return whole[begin : begin + shape[0] * shape[1]].reshape(shape), whole
 
 
+def launches(
+    stores: Any, n_rows: int, grid: Grid, index_nbytes: int = 4, indices: int = 1 << 40
+) -> Any:
+    """Return a driver after the launches that gather rows; their kernels do not run."""
+    driver: Any = Launching(lambda *_: 0)
+    mover = RowMover(moves_of(stores, "gather", grid, index_nbytes), "gather")
+    mover(driver, 0, -1, n_rows, indices, [1 << 30] * len(stores))
+    return driver
+
+
+class Rows:
+    """A store whose rows are not allocated.
+
+    Args:
+        row_nbytes: Bytes of a row.
+        address: Address of the first row.
+    """
+
+    def __init__(self, row_nbytes: int, address: int = 0) -> None:
+        self.n_rows = 100
+        self.row_shape = (row_nbytes,)
+        self.dtype = np.dtype(np.uint8)
+        self.array = types.SimpleNamespace(ctypes=types.SimpleNamespace(data=address))
+
+
 SIZES = st.lists(
     st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 24, 48, 100, 512, 600, 4096]),
     min_size=1,
@@ -99,14 +118,14 @@ SIZES = st.lists(
 )
 
 
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @settings(deadline=None, max_examples=60)
 @given(
     sizes=SIZES,
     offsets=st.lists(st.sampled_from([0, 0, 1, 2, 4, 8]), min_size=10, max_size=10),
     n_table=st.integers(1, 60),
     share=st.floats(0, 1),
-    shape=st.sampled_from([(1, 1), (1, 32), (3, 32), (2, 512)]),
-    step=st.sampled_from([1, 1 << 10, 64 << 20]),
+    grid=st.sampled_from([Grid(1, THIN), Grid(3, THIN), Grid(2, THICK)]),
     index=st.sampled_from([np.int32, np.int64]),
     seed=st.integers(0, 99),
 )
@@ -116,8 +135,7 @@ def test_rows_are_gathered_and_scattered(
     offsets: list[int],
     n_table: int,
     share: float,
-    shape: tuple[int, int],
-    step: int,
+    grid: Grid,
     index: type[np.integer[Any]],
     seed: int,
 ) -> None:
@@ -130,64 +148,56 @@ def test_rows_are_gathered_and_scattered(
         ),
         strict=True,
     )
-    packed, _room = zip(
-        *(
-            bytes_at(offset, (len(rows), size), rng)
-            for size, offset in zip(sizes, reversed(offsets), strict=False)
-        ),
-        strict=True,
-    )
-    moves = [
-        Move(table.ctypes.data, there.ctypes.data, size)
-        for table, there, size in zip(tables, packed, sizes, strict=True)
-    ]
-    before = [whole.copy() for whole in memory]
+    packed, room = zip(*(bytes_at(0, (len(rows), size), rng) for size in sizes), strict=True)
+    stores = [ArrayStore(table) for table in tables]
+    before = [whole.copy() for whole in (*memory, *room)]
 
-    def move(name: str) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "_STEP_BYTES", step)
-            indices = DeviceIndices(rows.ctypes.data, len(rows), rows.itemsize)
-            for width, n_blocks, argument in launches(indices, moves, Grid(*shape)):
-                assert 0 < n_blocks <= shape[0]
-                kernel = KERNELS[name, width, rows.itemsize]
-                assert run(kernel, n_blocks, shape[1], argument) == 0, "a word is not aligned"
+    def move(kind: Any) -> None:
+        driver: Any = Launching(run)
+        mover = RowMover(moves_of(stores, kind, grid, rows.itemsize), kind)
+        packed_at = [there.ctypes.data for there in packed]
+        mover(driver, 0, -1, len(rows), rows.ctypes.data, packed_at)
+        assert bool(driver.launched) == bool(len(rows))
+        assert all(0 < n <= grid.n_blocks for n in driver.n_blocks)
 
     move("gather")
-    for table, there, whole, old in zip(tables, packed, memory, before, strict=True):
+    for table, there, whole, old in zip(tables, packed, memory, before, strict=False):
         np.testing.assert_array_equal(there, table[rows])
         np.testing.assert_array_equal(whole, old)
-    new = [there.copy() for there in packed]
+    new = [rng.integers(256, size=there.shape, dtype=np.uint8) for there in packed]
     for there, values in zip(packed, new, strict=True):
-        values[...] = rng.integers(256, size=there.shape, dtype=np.uint8)
         there[...] = values
     wanted = [table.copy() for table in tables]
     move("scatter")
-    for table, values, old, whole, was in zip(tables, new, wanted, memory, before, strict=True):
+    for table, values, old in zip(tables, new, wanted, strict=True):
         old[rows] = values
         np.testing.assert_array_equal(table, old)
-        begin = table.ctypes.data - whole.ctypes.data
+    for inside, whole, was in zip((*tables, *packed), (*memory, *room), before, strict=True):
+        begin = inside.ctypes.data - whole.ctypes.data
         np.testing.assert_array_equal(whole[:begin], was[:begin])
-        np.testing.assert_array_equal(whole[begin + table.size :], was[begin + table.size :])
+        np.testing.assert_array_equal(whole[begin + inside.size :], was[begin + inside.size :])
 
 
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @pytest.mark.parametrize("index_nbytes", [4, 8])
 @pytest.mark.parametrize(
     ("sizes", "n_rows"),
     [([512] * 3, 10**7), ([1], 10**9), ([1 << 29], 5), ([600 << 10, 32], 10**5)],
 )
 def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int, index_nbytes: int) -> None:
-    done = 0
-    moves = [Move(0, 0, size) for size in sizes]
-    indices = DeviceIndices(1 << 40, n_rows, index_nbytes)
-    for _, n_blocks, (argument,) in launches(indices, moves, Grid(32)):
-        assert n_blocks == 32
-        assert argument["rows"] == (1 << 40) + index_nbytes * done
-        assert argument["tables"]["packed"][0] == done * sizes[0]
+    driver = launches([Rows(size) for size in sizes], n_rows, Grid(32), index_nbytes)
+    assert set(driver.n_blocks) == {32}
+    done: Counter[str] = Counter()
+    for name, argument in zip(driver.launched, driver.arguments, strict=True):
+        assert argument["rows"] == (1 << 40) + index_nbytes * done[name]
+        table = argument["tables"][0]
+        assert table["packed"] == (1 << 30) + done[name] * int(table["row_nbytes"])
         assert max(sizes) * int(argument["n_rows"]) < 1 << 31
-        done += int(argument["n_rows"])
-    assert done == n_rows
+        done[name] += int(argument["n_rows"])
+    assert set(done.values()) == {n_rows}
 
 
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @pytest.mark.parametrize(
     ("sizes", "n_rows", "grid", "n_blocks"),
     [
@@ -202,37 +212,34 @@ def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int, index_n
 def test_a_small_batch_takes_few_blocks(
     sizes: list[int], n_rows: int, grid: Grid, n_blocks: int
 ) -> None:
-    moves = [Move(0, 0, size) for size in sizes]
-    found = [launch.n_blocks for launch in launches(DeviceIndices(0, n_rows, 4), moves, grid)]
-    assert found == [n_blocks]
+    assert launches([Rows(size) for size in sizes], n_rows, grid).n_blocks == [n_blocks]
 
 
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 def test_tables_of_one_word_width_share_a_launch() -> None:
     """Weights and state of a table are one launch, and a scalar for each row is another."""
-    moves = [Move(0, 0, size) for size in (512, 4, 512, 512, 1, 4)]
-    found = list(launches(DeviceIndices(0, 100, 4), moves, Grid(8)))
-    assert [(launch.width, int(launch.moves["n_tables"][0])) for launch in found] == [
-        (16, 3),
-        (4, 2),
-        (1, 1),
-    ]
+    driver = launches([Rows(size) for size in (512, 4, 512, 512, 1, 4)], 100, Grid(8))
+    assert driver.launched == [KERNELS["gather", width, 4] for width in (16, 4, 1)]
+    assert [int(argument["n_tables"]) for argument in driver.arguments] == [3, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("table", "packed", "row_nbytes", "width"),
+    ("address", "row_nbytes", "width"),
     [
-        (0, 0, 512, 16),
-        (8, 0, 512, 8),
-        (0, 4, 512, 4),
-        (16, 16, 24, 8),
-        (16, 16, 12, 4),
-        (16, 2, 16, 2),
-        (0, 0, 7, 1),
-        (1, 0, 16, 1),
+        (0, 512, 16),
+        (8, 512, 8),
+        (4, 512, 4),
+        (16, 24, 8),
+        (16, 12, 4),
+        (2, 16, 2),
+        (0, 7, 1),
+        (1, 16, 1),
     ],
 )
-def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, width: int) -> None:
-    assert word_width(table | packed | row_nbytes) == width
+def test_the_widest_word_that_fits(address: int, row_nbytes: int, width: int) -> None:
+    assert word_width(address | row_nbytes) == width
+    (launch,) = moves_of([Rows(row_nbytes, address)], "gather", Grid(1)).launches
+    assert launch.width == width
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -270,51 +277,6 @@ def device_class(current: list[Any]) -> type:
     return Device
 
 
-def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch has the kernel, blocks and argument that the kernels in C take."""
-    current: list[Any] = []
-
-    device = device_class(current)
-
-    class Stream(device):
-        @classmethod
-        def from_external(cls, other: Any) -> Any:
-            assert current == [3], "made for another GPU"
-            return cls(other.__cuda_stream__())
-
-    class Module:
-        def __init__(self, code: str, options: tuple[str, ...]) -> None:
-            assert (code, current) == (SOURCE, [3])
-            found = [option for option in options if option.startswith("-DN_THREADS=")]
-            self.n_threads = int(found[0].partition("=")[2])
-
-        def get_function(self, name: str) -> Callable[..., None]:
-            def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
-                assert current == [3, (0, 77)]
-                assert block == (self.n_threads,)
-                (argument,) = arguments
-                # CuPy passes an array of one element by value.
-                assert argument.size == 1
-                assert run(name, *grid, *block, argument) == 0
-
-            return launch
-
-    cuda = types.SimpleNamespace(Device=device, Stream=Stream)
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
-    found = kernels.RowKernels(3)
-    for index, grid in ((np.int32, Grid(2)), (np.int64, Grid(2)), (np.int32, Grid(2, THIN))):
-        table, rows = np.arange(40, dtype=np.int64).reshape(10, 4), np.array([7, 1, 2], index)
-        indices = DeviceIndices(rows.ctypes.data, 3, rows.itemsize)
-        packed = np.zeros((3, 4), np.int64)
-        moves = [Move(table.ctypes.data, packed.ctypes.data, 32)]
-        assert len(list(found.move("gather", 77, indices, moves, grid))) == 1
-        np.testing.assert_array_equal(packed, table[rows])
-        packed += 100
-        for _ in found.move("scatter", 77, indices, moves, grid):
-            assert current == [], "another GPU or stream stays current between launches"
-        np.testing.assert_array_equal(table[rows], packed)
-
-
 def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy has a kernel for each GPU, and gives that of the current one."""
     current = [0]
@@ -339,63 +301,6 @@ def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: Any = {0: ArrayStore(np.zeros((4, 2)))}
     reads = kernels.RowKernels(1).moves("gather", stored, Grid(2))
     assert [launch.kernel for launch in reads.launches] == [101]
-
-
-class Launching:
-    """A driver without streams, whose launches run kernels that were compiled for the CPU.
-
-    Args:
-        run: Runs a kernel.
-    """
-
-    def __init__(self, run: Run) -> None:
-        kinds = {
-            "create": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint],
-            "copy": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p],
-            "launch": [
-                *(ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p),
-                *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
-            ],
-        }
-        names = "push pop exchange_capture_mode create destroy record wait query sync copy launch"
-        self._run = run
-        self.names = [*KERNELS.values(), *PAIRED.values()]
-        self.launched: list[str] = []
-        self._functions = {
-            name: ctypes.CFUNCTYPE(ctypes.c_int, *kinds.get(name, [ctypes.c_void_p] * 2))(
-                getattr(self, f"_{name}", lambda *_: 0)
-            )
-            for name in names.split()
-        }
-        self._table = DriverTable.of(0, self._functions)
-        self.address = self._table.address
-
-    def start(self, engine: Engine, n_threads: int) -> None:
-        engine.start(n_threads)
-
-    def raise_error(self, code: int) -> None:
-        raise AssertionError(f"error {code}")
-
-    def _copy(self, to: int, source: int, nbytes: int, stream: int | None) -> int:
-        ctypes.memmove(to, source, nbytes)
-        return 0
-
-    def _launch(self, kernel: int, *rest: Any) -> int:
-        n_blocks, _, _, n_threads, *_, arguments, _ = rest
-        name = self.names[kernel - 1]
-        self.launched.append(name)
-        moves = np.frombuffer(ctypes.string_at(arguments[0], kernels.MOVES.itemsize), np.uint8)
-        return self._run(name, n_blocks, n_threads, moves.copy())
-
-
-class Module:
-    """Kernels by name, whose handles are numbers."""
-
-    def __init__(self, index: int, source: str, options: Any, names: Any) -> None:
-        self._names = list(names)
-
-    def handle(self, name: str) -> int:
-        return 1 + self._names.index(name)
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -431,9 +336,7 @@ def test_an_engine_launches_them(
     driver: Any = Launching(run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_moves, "_LARGE_NBYTES", 0 if is_sorted else 1 << 60)
-        patch.setattr(kernels, "CudaModule", Module)
-        stored: Any = dict(enumerate(stores))
-        reads = kernels.RowKernels(0).moves("gather", stored, grid)
+        reads = moves_of(stores, "gather", grid)
     assert (reads.shift >= 0) == (is_sorted and max(sizes) < 1024 and grid.n_threads == THICK)
     if is_long and reads.shift < 0:
         by_name = {name: 1 + i for i, name in enumerate(driver.names)}

@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuda_compiler import ARCHITECTURES, compiled_for_cpu, compiled_for_gpu
+from support.launches import Launching
 
 from pinfeed.devices import cuda, row_copies
 from pinfeed.devices.cuda import CudaDevice
 from pinfeed.devices.cuda_direct_access import DirectAccess
+from pinfeed.devices.cuda_driver import CudaDriver
 from pinfeed.devices.device import RowCopy
 from pinfeed.devices.row_copies import (
     MAX_COPIES,
@@ -26,6 +28,7 @@ from pinfeed.devices.row_copies import (
     launches,
     row_copy_kernel,
 )
+from pinfeed.native import library as native
 
 RUN = r"""
 extern "C" void run(unsigned n_blocks, unsigned n_copies, unsigned n_threads, const Copies* all)
@@ -111,51 +114,42 @@ def test_it_compiles_for_gpus_and_spills_no_register(architecture: int) -> None:
     assert spilled == 0
 
 
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 def test_a_launch_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Device:
-        def __init__(self, index: int) -> None:
-            assert index == 3
-
-        def __enter__(self) -> None:
-            current.append(3)
-
-        def __exit__(self, *exc_info: object) -> None:
-            current.pop()
-
-    class Stream(Device):
-        def __init__(self, other: Any) -> None:
-            assert other.__cuda_stream__() == (0, 77)
-
     class Module:
-        def __init__(self, code: str, options: tuple[str, ...]) -> None:
-            assert (code, options, current) == (SOURCE, OPTIONS, [3])
+        def __init__(self, *what: Any) -> None:
+            assert what == (3, SOURCE, OPTIONS, ["copy_rows_on_device"])
 
-        def get_function(self, name: str) -> Callable[..., None]:
-            def launch(grid: Any, block: tuple[int], arguments: tuple[Any, ...]) -> None:
-                assert current == [3, 3]
-                assert block == (N_THREADS,)
-                run(*grid, *block, *arguments)
+        def handle(self, name: str) -> int:
+            return 5
 
-            return launch
+    class Driver(Launching):
+        def _launch(self, kernel: int, *rest: Any) -> int:
+            n_blocks, n_copies, n_z, n_threads, *others, stream, arguments, _ = rest
+            assert (kernel, n_z, n_threads, others, stream) == (5, 1, N_THREADS, [1, 1, 0], 77)
+            argument = np.frombuffer(ctypes.string_at(arguments[0], 48 * MAX_COPIES), np.uint8)
+            run(n_blocks, n_copies, n_threads, argument)
+            return 0
 
-    current: list[int] = []
-    cuda = types.SimpleNamespace(Device=Device, Stream=types.SimpleNamespace(from_external=Stream))
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
+    found = native.library()
+    assert found is not None
+    monkeypatch.setattr(row_copies, "CudaModule", Module)
     gpu = types.SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     source, target = torch.arange(12.0).view(4, 3), torch.zeros(2, 3)
-    kernel = row_copies.RowCopyKernel(3)
+    driver = CudaDriver(Driver(lambda *_: 0).table, found, torch.device("cuda", 3))
+    kernel = row_copies.RowCopyKernel(3, driver)
     kernel.copy([RowCopy(source, target, taken=torch.tensor([3, 1], dtype=torch.int32))], 77)
     assert torch.equal(target, source[[3, 1]])
-    assert not current
 
 
 def test_a_kernel_that_does_not_compile_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(index: int) -> None:
+    def fails(index: int, driver: object) -> None:
         raise RuntimeError("no NVRTC for compute_130")
 
+    monkeypatch.setattr(row_copies, "cuda_driver", lambda device: object())
     monkeypatch.setattr(row_copies, "RowCopyKernel", fails)
     row_copy_kernel.cache_clear()
     for _ in range(2):
@@ -171,6 +165,7 @@ def test_a_machine_without_cupy_has_no_kernel_and_no_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(row_copies, "cuda_driver", lambda device: object())
     row_copy_kernel.cache_clear()
     assert row_copy_kernel(3) is None
     row_copy_kernel.cache_clear()

@@ -39,7 +39,7 @@ class Counting(SimTorchDevice):
 @given(SIZES)
 def test_parts_do_not_overlap(sizes: list[int]) -> None:
     device = SimDevice()
-    parts = [BatchPart((size,), np.dtype(np.uint8)) for size in sorted(sizes)]
+    parts = [BatchPart.of((size,), np.dtype(np.uint8)) for size in sorted(sizes)]
     found = RowLayout.of(parts)
     ends = [offset + part.nbytes for offset, part in zip(found.offsets, parts, strict=True)]
     assert all(offset % 512 == 0 for offset in found.offsets)
@@ -59,7 +59,7 @@ def test_parts_do_not_overlap(sizes: list[int]) -> None:
 
 
 def test_parts_of_several_dtypes_share_memory() -> None:
-    parts = [BatchPart((3,), np.dtype("u1")), BatchPart((2, 5), np.dtype("f8"))]
+    parts = [BatchPart.of((3,), np.dtype("u1")), BatchPart.of((2, 5), np.dtype("f8"))]
     (block,) = RowLayout.of(parts).blocks
     assert (block.dtype, block.nbytes) == (np.dtype("u1"), 1024)
     assert block.sizes == [3, 509, 80, 432]
