@@ -195,8 +195,8 @@ class CudaDevice(DirectAccess):
         with queued_in(stream.raw):
             if kernel is not None:
                 # Values of the user may have any layout.
-                dense = [copy._replace(source=_dense(copy.source)) for copy in copies]
-                kernel.copy(dense, stream.raw.cuda_stream)
+                dense = [RowCopy(_dense(source), *rest) for source, *rest in copies]
+                kernel.copy(dense, stream.handle)
                 return
             for copy in copies:
                 if copy.source.numel() and copy.target.numel():

@@ -7,6 +7,7 @@ it, and another thread takes the lock. These calls keep it, except where a threa
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -21,7 +22,6 @@ _pack_1 = packing(1)
 _pack_2 = packing(2)
 _pack_3 = packing(3)
 _pack_5 = packing(5)
-_pack_7 = packing(7)
 
 
 class CudaDriver:
@@ -87,7 +87,12 @@ class CudaDriver:
         self._check(self._library.queue_copy(_pack_5(self.address, to, source, nbytes, stream)))
 
     def launch(
-        self, kernel: int, grid: tuple[int, int], n_threads: int, stream: int, argument: int
+        self,
+        kernel: int,
+        grid: tuple[int, int],
+        n_threads: int,
+        stream: int,
+        argument: Sequence[int],
     ) -> None:
         """Queue a kernel.
 
@@ -96,9 +101,10 @@ class CudaDriver:
             grid: Number of blocks in both directions.
             n_threads: Threads of a block.
             stream: Handle of the stream.
-            argument: Address of the kernel's argument, which is copied now.
+            argument: The kernel's argument, in 64 bits each.
         """
-        request = _pack_7(self.address, kernel, *grid, n_threads, stream, argument)
+        pack = packing(6 + len(argument))
+        request = pack(self.address, kernel, *grid, n_threads, stream, *argument)
         self._check(self._library.launch(request))
 
     def free(self, event: int) -> None:

@@ -226,7 +226,8 @@ def names_of(n_threads: int) -> list[str]:
 
 def word_width(divisible: int) -> int:
     """Return the bytes of the widest word that divides a number."""
-    return next(width for width in _WIDTHS if not divisible % width)
+    # The lowest bit that is set.
+    return (divisible | WIDEST_WORD) & -(divisible | WIDEST_WORD)
 
 
 def _by_width(tables: Iterable[T], divisible: Callable[[T], int]) -> Iterator[tuple[int, list[T]]]:

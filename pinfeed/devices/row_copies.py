@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver, cuda_driver
@@ -74,11 +72,8 @@ _NAME = "copy_rows_on_device"
 OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}", f"-DN_THREADS={N_THREADS}")
 """The compiler's options."""
 
-_COPY = np.dtype(
-    [(name, np.uint64) for name in ("source", "target", "taken", "into")]
-    + [(name, np.uint32) for name in ("n_rows", "n_words", "width", "n_lanes")]
-)
-_COPIES = np.dtype([("copies", _COPY, MAX_COPIES)])
+# The fields of a copy in 64 bits each: the last four fields are two of these.
+_N_FIELDS = 6
 
 
 class Launch(NamedTuple):
@@ -87,8 +82,8 @@ class Launch(NamedTuple):
     n_blocks: int
     """Blocks of each copy."""
     n_copies: int
-    copies: npt.NDArray[Any]
-    """The kernel's argument, shape (1,)."""
+    argument: Sequence[int]
+    """The kernel's argument, in 64 bits each."""
 
 
 def launches(copies: Sequence[RowCopy], most_blocks: int) -> Iterator[Launch]:
@@ -101,27 +96,30 @@ def launches(copies: Sequence[RowCopy], most_blocks: int) -> Iterator[Launch]:
     described = [found for copy in copies if (found := _described(copy)) is not None]
     for i in range(0, len(described), MAX_COPIES):
         group = described[i : i + MAX_COPIES]
-        argument = np.zeros(1, _COPIES)
-        argument["copies"][0, : len(group)] = group
+        argument = [field for _, fields in group for field in fields]
+        argument += [0] * (_N_FIELDS * (MAX_COPIES - len(group)))
         # A copy has as many threads as its rows have lanes.
-        n_threads = max(n_rows * n_lanes for *_, n_rows, _, _, n_lanes in group)
+        n_threads = max(n_threads for n_threads, _ in group)
         yield Launch(min(most_blocks, -(-n_threads // N_THREADS)), len(group), argument)
 
 
-def _described(copy: RowCopy) -> tuple[int, ...] | None:
-    """Return the fields of a copy, or None if it copies nothing."""
+def _described(copy: RowCopy) -> tuple[int, tuple[int, ...]] | None:
+    """Return the number of threads of a copy, and its fields; None if it copies nothing."""
     source, target, taken, into = copy
     positions = taken if taken is not None else into
     n_rows = len(source if positions is None else positions)
-    if not n_rows or not source.numel() or not target.numel():
+    nbytes = target.nbytes
+    if not n_rows or not nbytes or not source.numel():
         return None
     addresses = source.data_ptr(), target.data_ptr()
-    row_nbytes = target.nbytes // len(target)
+    row_nbytes = nbytes // len(target)
     width = word_width(addresses[0] | addresses[1] | row_nbytes)
     n_words = row_nbytes // width
     n_lanes = min(_MOST_LANES, 1 << (n_words - 1).bit_length())
-    at = (0 if tensor is None else tensor.data_ptr() for tensor in (taken, into))
-    return *addresses, *at, n_rows, n_words, width, n_lanes
+    taken_at = 0 if taken is None else taken.data_ptr()
+    into_at = 0 if into is None else into.data_ptr()
+    pairs = n_rows | n_words << 32, width | n_lanes << 32
+    return n_rows * n_lanes, (*addresses, taken_at, into_at, *pairs)
 
 
 class RowCopyKernel:
@@ -146,7 +144,7 @@ class RowCopyKernel:
         """Queue copies in a stream, which is given by its handle."""
         for n_blocks, n_copies, argument in launches(copies, self._most_blocks):
             grid = n_blocks, n_copies
-            self._driver.launch(self._kernel, grid, N_THREADS, stream, argument.ctypes.data)
+            self._driver.launch(self._kernel, grid, N_THREADS, stream, argument)
 
 
 @functools.cache

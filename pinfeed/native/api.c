@@ -257,12 +257,12 @@ PF_API int64_t pf_api_move_rows(const int64_t *a)
     return error;
 }
 
-/* Arguments: driver, kernel, blocks in both directions, threads of a block, stream, and the address
- * of the kernel's argument. */
+/* Arguments: driver, kernel, blocks in both directions, threads of a block, stream, and the
+ * argument of the kernel. */
 PF_API int64_t pf_api_launch(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
-    void *arguments[] = {pointer(a[6])};
+    void *arguments[] = {(void *)(a + 6)};
     IN_SCOPE(driver, driver->launch(pointer(a[1]), (unsigned)a[2], (unsigned)a[3], 1,
                                     (unsigned)a[4], 1, 1, 0, pointer(a[5]), arguments, NULL));
     return error;

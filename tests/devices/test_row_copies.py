@@ -40,7 +40,7 @@ extern "C" void run(unsigned n_blocks, unsigned n_copies, unsigned n_threads, co
                 copy_rows_on_device(*all);
 }
 """
-Run = Callable[[int, int, int, np.ndarray], None]
+Run = Callable[[int, int, int, Any], None]
 """Runs the kernel with blocks of each copy, copies, threads of a block, and its argument."""
 
 
@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         SOURCE + RUN, folder, [f"MAX_COPIES={MAX_COPIES}", f"N_THREADS={N_THREADS}"]
     )
     library.run.argtypes = [*[ctypes.c_uint] * 3, ctypes.c_void_p]
-    return lambda *numbers: library.run(*numbers[:-1], numbers[-1].ctypes.data)
+    return lambda *numbers: library.run(*numbers[:-1], np.array(numbers[-1]).ctypes.data)
 
 
 def rows_at(offset: int, n: int, nbytes: int, rng: np.random.Generator) -> torch.Tensor:
