@@ -162,16 +162,16 @@ PF_API int64_t pf_api_writer_write(const int64_t *a)
 /* Argument: writer. Returns whether there was a step. */
 PF_API int64_t pf_api_writer_step(const int64_t *a) { return pf_writer_step(pointer(a[0])); }
 
-/* Arguments of these two: writer, number of the write. They return what the functions of write.c
- * return. */
+/* Arguments: writer, number of the write. Returns as pf_writer_wait does. */
 PF_API int64_t pf_api_writer_wait(const int64_t *a)
 {
     return pf_writer_wait(pointer(a[0]), (uint32_t)a[1]);
 }
 
+/* Argument: writer. Returns as pf_writer_is_computed does. */
 PF_API int64_t pf_api_writer_is_computed(const int64_t *a)
 {
-    return pf_writer_is_computed(pointer(a[0]), (uint32_t)a[1]);
+    return pf_writer_is_computed(pointer(a[0]));
 }
 
 /* Argument: writer. */

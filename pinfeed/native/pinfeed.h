@@ -317,11 +317,12 @@ struct pf_store {
     int64_t row_nbytes;
 };
 
-/* What was written; the writer begins with it. */
+/* Counts of a writer, which begins with them. */
 struct pf_written {
-    _Atomic uint32_t n_done; /* writes that have ended; their memory is not used any more */
-    _Atomic int32_t error;   /* of the driver; 0 for none */
-    double seconds;          /* in which rows were written */
+    _Atomic uint32_t n_queued; /* writes that were not refused, modulo 2^32 */
+    _Atomic uint32_t n_done;   /* those that have ended; their memory is not used any more */
+    _Atomic int32_t error;     /* of the driver; 0 for none */
+    double seconds;            /* in which rows were written */
 };
 
 struct pf_writer;
@@ -364,8 +365,8 @@ int pf_writer_step(struct pf_writer *writer);
 /* Waits until a write has ended. Returns 0, or -1 if a signal arrived. */
 int pf_writer_wait(struct pf_writer *writer, uint32_t number);
 
-/* Returns whether the GPU has computed the values of a write that has not ended. */
-int pf_writer_is_computed(const struct pf_writer *writer, uint32_t number);
+/* Returns whether the GPU has computed the values of a write that was queued last. */
+int pf_writer_is_computed(const struct pf_writer *writer);
 
 /* Makes all queued writes, and ends the threads. Later writes are refused. Any thread may call
  * this. */

@@ -19,16 +19,18 @@
  *
  * The numbers are those of the hazards in pinfeed/pipeline/transfer.py:
  *
+ * (6) a scatter may still read staging memory; and rows that the GPU writes itself must not be
+ *     written after a write that has failed
  * (7) the values may not be computed yet
  * (8) the values may not have arrived yet
  *
- * Two writes overlap: when one has arrived, the next one begins, and then the first one is
- * finished. There are two staging memories, and `begin` comes after `finish` of the last write but
- * one, so nothing reads staging memory that is written. The rows of a loop are distinct, so the
- * order in which the GPU and the host write to a store does not matter.
+ * Two writes overlap: the next one begins before the rows of one are written to the stores, so its
+ * copies run meanwhile. There are two staging memories, and (6) `begin` comes after `finish` of the
+ * last write but one. If the GPU writes rows itself, it comes after `finish` of the last one.
  *
  * `stop` and `write` hold a lock when they note that the writer is stopped, or that there is one
- * more write. So each write is either finished or refused.
+ * more write. So each write is either finished or refused, whatever interrupts Python after the
+ * call.
  *
  * Long writes are finished in pieces, which helping threads take as those of engine.c do. */
 #define _GNU_SOURCE
@@ -66,18 +68,18 @@ struct pf_writer {
     void *arrived[2];
     uint32_t n_places;
     struct write *writes;
-    _Atomic uint32_t n_queued;
     uint32_t n_begun;
     uint32_t n_arrived;
     uint32_t n_finished;
     uint32_t first_failed; /* after an error: the first write that is left out */
     double begun_s[2];
     double last_s;            /* when the last write was finished */
-    pthread_mutex_t lock;     /* see above */
+    pthread_mutex_t lock;     /* see above; never held for long */
+    pthread_mutex_t joining;  /* held while threads start or end */
     pthread_mutex_t stepping; /* held during a step without threads */
     _Atomic uint32_t is_stopped;
     _Atomic uint32_t bell; /* changes when there is a write, or when the writer is stopped */
-    int n_threads;
+    _Atomic int n_threads;
     pthread_t threads[1 + MOST_HELPERS];
     /* Pieces of the write that is being finished. */
     _Atomic uint64_t ticket; /* high half: number of the write; low half: pieces to take */
@@ -210,7 +212,7 @@ static int help(struct pf_writer *writer)
     } while (!atomic_compare_exchange_weak(&writer->ticket, &ticket, ticket - 1));
     /* The write is not finished before this piece is, so its fields are valid now. */
     finish_piece(writer, (uint32_t)(ticket >> 32), writer->n_pieces - (uint32_t)ticket);
-    if (atomic_fetch_sub(&writer->unfinished, 1) == 1 && writer->n_threads > 1)
+    if (atomic_fetch_sub(&writer->unfinished, 1) == 1 && atomic_load(&writer->n_threads) > 1)
         pf_wake(&writer->unfinished, 1);
     return 1;
 }
@@ -225,7 +227,7 @@ static void finish(struct pf_writer *writer)
     writer->n_pieces = (uint32_t)n_pieces;
     atomic_store(&writer->unfinished, (uint32_t)n_pieces);
     atomic_store(&writer->ticket, (uint64_t)number << 32 | (uint64_t)n_pieces);
-    if (n_pieces > 1 && writer->n_threads > 1) {
+    if (n_pieces > 1 && atomic_load(&writer->n_threads) > 1) {
         atomic_fetch_add(&writer->helpers_bell, 1);
         pf_wake(&writer->helpers_bell, MOST_HELPERS);
     }
@@ -233,10 +235,12 @@ static void finish(struct pf_writer *writer)
     }
     for (uint32_t left; (left = atomic_load(&writer->unfinished));)
         pf_sleep_if(&writer->unfinished, left);
-    /* The time in which two writes overlap counts only once. */
-    const double now_s = pf_now_s(), begun_s = writer->begun_s[number % 2];
-    writer->written.seconds += now_s - (begun_s > writer->last_s ? begun_s : writer->last_s);
-    writer->last_s = now_s;
+    if (!has_failed(writer, number)) {
+        /* The time in which two writes overlap counts only once. */
+        const double now_s = pf_now_s(), begun_s = writer->begun_s[number % 2];
+        writer->written.seconds += now_s - (begun_s > writer->last_s ? begun_s : writer->last_s);
+        writer->last_s = now_s;
+    }
     atomic_store(&writer->written.n_done, ++writer->n_finished);
     pf_wake(&writer->written.n_done, INT_MAX);
 }
@@ -246,8 +250,9 @@ static void finish(struct pf_writer *writer)
 /* Makes the next step. Returns whether there was one. */
 static int step(struct pf_writer *writer)
 {
-    if (writer->n_begun != atomic_load(&writer->n_queued)
-        && writer->n_begun - writer->n_finished < 2) {
+    const uint32_t most = writer->direct ? 1 : 2; /* (6) */
+    if (writer->n_begun != atomic_load(&writer->written.n_queued)
+        && writer->n_begun - writer->n_finished < most) {
         begin(writer);
     } else if (writer->n_arrived != writer->n_finished) {
         finish(writer);
@@ -268,10 +273,9 @@ static void *work(void *argument)
     for (;;) {
         /* The thread sleeps only if there was nothing new since it has looked. */
         const uint32_t bell = atomic_load(&writer->bell);
-        const uint32_t is_stopped = atomic_load(&writer->is_stopped);
         while (step(writer)) {
         }
-        if (is_stopped)
+        if (atomic_load(&writer->is_stopped))
             return NULL;
         pf_sleep_if(&writer->bell, bell);
     }
@@ -349,6 +353,7 @@ int pf_writer_open(struct pf_writer **opened, const struct pf_driver *driver, vo
     writer->n_staged = n_staged;
     writer->direct = direct;
     pthread_mutex_init(&writer->lock, NULL);
+    pthread_mutex_init(&writer->joining, NULL);
     pthread_mutex_init(&writer->stepping, NULL);
     struct pf_scope scope = pf_enter(driver);
     const int error = allocate(writer, stores);
@@ -363,19 +368,20 @@ int pf_writer_open(struct pf_writer **opened, const struct pf_driver *driver, vo
 void pf_writer_start(struct pf_writer *writer, int n_helpers)
 {
     const int n_threads = 1 + (n_helpers < MOST_HELPERS ? n_helpers : MOST_HELPERS);
-    pthread_mutex_lock(&writer->lock);
-    while (!atomic_load(&writer->is_stopped) && writer->n_threads < n_threads
-           && !pf_start_thread(&writer->threads[writer->n_threads],
-                               writer->n_threads ? work_as_helper : work, writer))
-        writer->n_threads++;
-    pthread_mutex_unlock(&writer->lock);
+    pthread_mutex_lock(&writer->joining);
+    for (int i = 0; i < n_threads && !atomic_load(&writer->is_stopped); i++) {
+        if (pf_start_thread(&writer->threads[i], i ? work_as_helper : work, writer))
+            break;
+        atomic_store(&writer->n_threads, i + 1);
+    }
+    pthread_mutex_unlock(&writer->joining);
 }
 
 int pf_writer_write(struct pf_writer *writer, void *compute, const int64_t *rows, int64_t n,
                     const int64_t *offsets, char *const *values, char *const *devices)
 {
     const struct pf_driver *const driver = writer->driver;
-    struct write *const write = write_of(writer, atomic_load(&writer->n_queued));
+    struct write *const write = write_of(writer, atomic_load(&writer->written.n_queued));
     write->rows = rows;
     write->n = n;
     memcpy(write->offsets, offsets, (size_t)writer->n_parts * sizeof *offsets);
@@ -396,7 +402,7 @@ int pf_writer_write(struct pf_writer *writer, void *compute, const int64_t *rows
     pthread_mutex_lock(&writer->lock);
     const int is_stopped = (int)atomic_load(&writer->is_stopped);
     if (!is_stopped)
-        atomic_fetch_add(&writer->n_queued, 1);
+        atomic_fetch_add(&writer->written.n_queued, 1);
     pthread_mutex_unlock(&writer->lock);
     atomic_fetch_add(&writer->bell, 1);
     pf_wake(&writer->bell, 1);
@@ -416,15 +422,16 @@ int pf_writer_step(struct pf_writer *writer)
 int pf_writer_wait(struct pf_writer *writer, uint32_t number)
 {
     for (uint32_t n_done; (int32_t)((n_done = atomic_load(&writer->written.n_done)) - number) <= 0;)
-        if (!writer->n_threads)
+        if (!atomic_load(&writer->n_threads))
             pf_writer_step(writer);
         else if (pf_sleep_if(&writer->written.n_done, n_done) && errno == EINTR)
             return -1;
     return 0;
 }
 
-int pf_writer_is_computed(const struct pf_writer *writer, uint32_t number)
+int pf_writer_is_computed(const struct pf_writer *writer)
 {
+    const uint32_t number = atomic_load(&writer->written.n_queued) - 1;
     struct pf_scope scope = pf_enter(writer->driver);
     const int found = writer->driver->query(write_of(writer, number)->ready) != PF_NOT_READY;
     pf_leave(writer->driver, &scope);
@@ -435,14 +442,16 @@ void pf_writer_stop(struct pf_writer *writer)
 {
     pthread_mutex_lock(&writer->lock);
     atomic_store(&writer->is_stopped, 1);
+    pthread_mutex_unlock(&writer->lock);
+    pthread_mutex_lock(&writer->joining);
     atomic_fetch_add(&writer->bell, 1);
     atomic_fetch_add(&writer->helpers_bell, 1);
     pf_wake(&writer->bell, 1);
     pf_wake(&writer->helpers_bell, MOST_HELPERS);
-    for (int i = 0; i < writer->n_threads; i++)
+    for (int i = 0; i < atomic_load(&writer->n_threads); i++)
         pthread_join(writer->threads[i], NULL);
-    writer->n_threads = 0;
-    pthread_mutex_unlock(&writer->lock);
+    atomic_store(&writer->n_threads, 0);
+    pthread_mutex_unlock(&writer->joining);
     while (pf_writer_step(writer)) {
     }
 }

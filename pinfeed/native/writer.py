@@ -19,10 +19,14 @@ from pinfeed.threads.exit import current_owner, exit_hook
 
 _pack_1 = packing(1)
 _pack_2 = packing(2)
-# The wait was cut off by a signal.
-_SIGNAL = -1
 # PF_STOPPED of pinfeed.h.
 _STOPPED = -1
+
+# The numbers of writes begin again after this one.
+_LAST_NUMBER = (1 << 32) - 1
+
+# Key of what all writes use.
+_ALL = "all"
 
 _SHUT_DOWN = "the loop has ended, and takes no rows to write back; begin another loop"
 
@@ -31,6 +35,7 @@ class Written(ctypes.Structure):
     """Counts of a writer: the structure ``pf_written`` of pinfeed.h."""
 
     _fields_ = (
+        ("n_queued", ctypes.c_uint32),
         ("n_done", ctypes.c_uint32),
         ("error", ctypes.c_int32),
         ("seconds", ctypes.c_double),
@@ -96,18 +101,17 @@ class RowWriter:
             len(stores),
             *itertools.chain.from_iterable(stores),
         )
+        # The memory of each write that has not ended, by its number, and what all writes use.
+        memory: dict[Any, object] = {_ALL: (driver, staging, staged, direct, owner)}
+        self._memory = memory
+        # An interrupt after the next call leaves a writer that is freed.
+        end = weakref.finalize(self, _end, found, address, exit_hook.n_forks, memory)
+        end.atexit = False
         if error := found.open_writer(packing(len(request))(*request)):
             driver.raise_error(error)
         self._writer = address.value
         self._written = Written.from_address(self._writer)
-        # The memory of each write that has not ended, by its number, and what all writes use.
-        memory: dict[Any, object] = {"all": (driver, staging, staged, direct, owner)}
-        self._memory = memory
-        end = weakref.finalize(self, _end, found, self._writer, exit_hook.n_forks, memory)
-        end.atexit = False
         self._n_forks = exit_hook.n_forks
-        self._n_queued = 0
-        self._n_forgotten = 0
         self.is_busy = False
         """Whether a thread without a thread of the writer makes its steps."""
         self._pack_write = packing(5 + 3 * len(stores))
@@ -123,7 +127,8 @@ class RowWriter:
     @property
     def n_pending(self) -> int:
         """Number of writes that have not ended."""
-        return self._n_queued - int(self._written.n_done)
+        written = self._written
+        return int(written.n_queued - written.n_done) & _LAST_NUMBER
 
     @property
     def error(self) -> int:
@@ -165,33 +170,33 @@ class RowWriter:
         request = self._pack_write(
             self._writer, stream, rows, n, len(offsets), *offsets, *values, *held
         )
-        self._memory[self._n_queued] = memory
-        # No Python of any thread runs between the first and the last step of this call.
+        number = int(self._written.n_queued)
+        self._memory[number] = memory
+        # No Python of any thread runs between the first and the last step of this call, which also
+        # counts the write. An interrupt after it changes nothing.
         code = self._library.write(request)
         if not code:
-            self._n_queued += 1
             return
-        self._memory.pop(self._n_queued, None)
+        self._memory.pop(number, None)
         if code == _STOPPED:
             raise ClosedError(_SHUT_DOWN)
         self._driver.raise_error(code)
 
     def wait(self, most_pending: int = 0) -> None:
         """Wait until at most so many writes have not ended, and free the memory of the others."""
-        n = self._n_queued - most_pending
+        last = (self._written.n_queued - most_pending - 1) & _LAST_NUMBER
         self.is_busy = True
         try:
-            # After a signal, the interpreter calls its handler before the next call.
-            while n > 0 and self._library.wait_write(_pack_2(self._writer, n - 1)) == _SIGNAL:
-                pass
+            while self.n_pending > most_pending:
+                # After a signal, the interpreter calls its handler before the next call.
+                self._library.wait_write(_pack_2(self._writer, last))
         finally:
             self.is_busy = False
         self._forget()
 
-    def is_oldest_computed(self) -> bool:
-        """Return whether the device has computed the values of the oldest write."""
-        request = _pack_2(self._writer, int(self._written.n_done))
-        return bool(self._library.is_write_computed(request))
+    def is_computed(self) -> bool:
+        """Return whether the device has computed the values of the last write."""
+        return bool(self._library.is_write_computed(_pack_1(self._writer)))
 
     def step(self) -> bool:
         """Make one step of the writer's thread; return whether there was one.
@@ -215,13 +220,15 @@ class RowWriter:
 
     def _forget(self) -> None:
         """Free the memory of writes that have ended."""
-        n_done = int(self._written.n_done)
-        for number in range(self._n_forgotten, n_done):
-            self._memory.pop(number, None)
-        self._n_forgotten = n_done
+        n_done = self._written.n_done
+        # Several threads may do this at the same time.
+        for number in tuple(self._memory):
+            if number != _ALL and (n_done - number - 1) & _LAST_NUMBER <= _LAST_NUMBER >> 1:
+                self._memory.pop(number, None)
 
 
-def _end(found: Library, writer: int, n_forks: int, memory: dict[Any, object]) -> None:
-    """End a writer that Python frees, and then free it and the memory of its writes."""
-    found.free_writer(_pack_2(writer, n_forks == exit_hook.n_forks))
+def _end(found: Library, writer: ctypes.c_int64, n_forks: int, memory: dict[Any, object]) -> None:
+    """End and free a writer that was opened, and the memory of its writes."""
+    if writer.value:
+        found.free_writer(_pack_2(writer.value, n_forks == exit_hook.n_forks))
     memory.clear()

@@ -87,12 +87,16 @@ class EngineWrites(WriteErrors):
         copied: bool = True,
         check: bool = True,
     ) -> None:
-        """Queue values of a batch, as ``WriteQueue.write`` does (consumer)."""
+        """Queue values of a batch, as ``WriteQueue.write`` does (consumer); all are copied."""
         (group,), (tensors,) = groups, values
         self.require_running()
         writer = self._threads.row_writer or self._threads.open_row_writer(self._opened)
-        if self._limit and writer.n_pending >= self._limit:
-            self._wait(writer, self._limit - 1, batch)
+        most_pending = max(0, self._limit - 1)
+        start = self._counters.now()
+        has_waited = writer.n_pending > most_pending
+        if has_waited:
+            writer.wait(most_pending)
+        waited_s = self._counters.now() - start
         if check:
             self.check()
         n = len(group.rows)
@@ -113,8 +117,14 @@ class EngineWrites(WriteErrors):
         memory = group.rows, held
         rows = group.rows.ctypes.data
         writer.write(compute.handle, rows, n, layout.offsets, values_at, held_at, memory)
+        if self._limit and not has_waited:
+            return
+        # A wait costs nothing while the device still computes the values.
+        is_idle = writer.is_computed()
+        start = self._counters.now() - waited_s
         if not self._limit:
-            self._wait(writer, 0, batch)
+            writer.wait()
+        self._counters.count_write_wait(start, idle=is_idle, batch=batch)
 
     def check(self) -> None:
         """Raise the error of a write-back that has failed.
@@ -141,8 +151,9 @@ class EngineWrites(WriteErrors):
         writer = self._threads.row_writer
         if writer is None:
             return
-        self._counters.counts.write_s += writer.seconds - self._seconds
-        self._seconds = writer.seconds
+        seconds = writer.seconds
+        self._counters.counts.write_s += seconds - self._seconds
+        self._seconds = seconds
         if writer.error and not self._has_failed:
             try:
                 self._mover.driver.raise_error(writer.error)
@@ -176,10 +187,3 @@ class EngineWrites(WriteErrors):
 
     def _layout(self, n: int) -> RowLayout:
         return RowLayout.of([BatchPart.of((n, *shape), dtype) for shape, dtype in self._row_types])
-
-    def _wait(self, writer: RowWriter, most_pending: int, batch: int) -> None:
-        """Wait for all but some write-backs, and count the time for that of ``batch``."""
-        start = self._counters.now()
-        is_idle = writer.is_oldest_computed()
-        writer.wait(most_pending)
-        self._counters.count_write_wait(start, idle=is_idle, batch=batch)

@@ -52,9 +52,10 @@ struct run {
     char *blank;
     char *held[N_PLACES + 1];  /* memory of the GPU of each write that has not ended */
     char *computed[N_PLACES + 1]; /* page-locked memory with the values of each write */
-    int64_t rows[N_ROWS];      /* all rows in random order */
+    int64_t rows[N_ROWS];      /* all rows: some that follow each other, and others */
     int64_t offsets[N_PARTS];
     int64_t begin;             /* of the rows of the next write */
+    int64_t begins[N_ROUNDS + 1]; /* of the rows of each write */
 };
 
 static struct run *new_run(uint32_t seed)
@@ -89,7 +90,9 @@ static struct run *new_run(uint32_t seed)
         run->computed[i] = memory(end);
     }
     for (int64_t i = 0; i < N_ROWS; i++) {
-        const uint32_t j = random_below(&run->seed, (uint32_t)i + 1);
+        const int64_t first = N_ROWS / 4;
+        const int64_t j =
+            i < first ? i : first + random_below(&run->seed, (uint32_t)(i - first) + 1);
         run->rows[i] = run->rows[j];
         run->rows[j] = i;
     }
@@ -123,12 +126,7 @@ static int write_rows(struct run *run, uint32_t number)
     const int64_t n = 1 + random_below(&run->seed, most[random_below(&run->seed, 3)]);
     if (run->begin + n > N_ROWS)
         return 0;
-    int64_t *const rows = run->rows + run->begin;
-    if (!random_below(&run->seed, 3))
-        for (int64_t i = 1; i < n; i++)
-            /* Rows that follow each other, if they are free. */
-            if (rows[i] == rows[i - 1] + 1)
-                continue;
+    const int64_t *const rows = run->rows + run->begin;
     char *const held = run->held[number % (N_PLACES + 1)];
     char *const computed = run->computed[number % (N_PLACES + 1)];
     char *values[N_PARTS], *devices[N_PARTS];
@@ -150,6 +148,7 @@ static int write_rows(struct run *run, uint32_t number)
     if (result)
         return result;
     run->begin += n;
+    run->begins[number + 1] = run->begin;
     for (int k = 0; k < N_PARTS; k++) {
         if (!values[k])
             continue;
@@ -160,6 +159,18 @@ static int write_rows(struct run *run, uint32_t number)
         check(!driver->copy(values[k], run->blank, (size_t)(n * row_nbytes[k]), run->compute));
     }
     return 0;
+}
+
+/* Checks the rows of a write that has ended. */
+static void check_rows(const struct run *run, uint32_t number)
+{
+    for (int64_t i = run->begins[number]; i < run->begins[number + 1]; i++)
+        for (int k = 0; k < N_PARTS; k++) {
+            const int64_t at = run->rows[i] * row_nbytes[k];
+            check(k == INDICES
+                  || !memcmp(run->want[k] + at, run->stores[k].rows.base + at,
+                             (size_t)row_nbytes[k]));
+        }
 }
 
 static void *stop(void *writer)
@@ -180,9 +191,10 @@ static void run_loop(uint32_t seed)
     int result = 0;
     for (uint32_t number = 0; number < N_ROUNDS && !result; number++) {
         if (number >= N_PLACES) {
-            pf_writer_is_computed(run->writer, number - N_PLACES);
+            pf_writer_is_computed(run->writer);
             while (pf_writer_wait(run->writer, number - N_PLACES)) {
             }
+            check_rows(run, number - N_PLACES);
         }
         if (stops && number == N_ROUNDS / 2)
             pthread_create(&stopper, NULL, stop, run->writer);

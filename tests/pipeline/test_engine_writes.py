@@ -1,5 +1,6 @@
 """Write-backs without Python equal those of the synchronous loop, however the loop ends."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -131,7 +132,17 @@ class Run:
             # The values were copied, so the program may change them at once.
             device.launch(lambda a: a.fill(77), array)
         del x, y, new_x, new_y, array
-        for nbytes in (8, 24, 1024):
+        if i == self._switch_in:
+            # The program continues in the earlier stream, too, which waits for nothing.
+            device.switch("compute")
+            self.use_memory(device)
+            device.switch("another")
+        self.use_memory(device)
+
+    @staticmethod
+    def use_memory(device: SimDevice) -> None:
+        """Use memory as a model does: of the sizes of values, and others."""
+        for nbytes in (8, 24, 1024, 4096, 108_544, 110_592):
             device.launch(lambda a: a.fill(0xCD), device.array((nbytes,), np.uint8))
 
     def equals(self, other: "Run") -> bool:
@@ -245,6 +256,13 @@ class FailingDriver(SimDriver):
         return super()._sync(event)
 
 
+def step(device: SimDevice, value: float, data: dict[str, Any]) -> None:
+    """Make all values of a batch equal to a number."""
+    for tensor in data.values():
+        device.launch(lambda x: x.fill(value), tensor)
+
+
+@pytest.mark.parametrize("reached", ["nothing", "others", "all"])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("n", [0, 1, 4])
 @pytest.mark.parametrize(
@@ -260,28 +278,107 @@ class FailingDriver(SimDriver):
 )
 @pytest.mark.parametrize("choose", [lazy, favour("writer"), favour(*ACTORS)])
 def test_after_an_error_nothing_is_written(
-    choose: Any, call: tuple[str, str], n: int, depth: int
+    choose: Any, call: tuple[str, str], n: int, depth: int, reached: str
 ) -> None:
-    device = SimDevice(choose, has_engine=True)
+    device = Device(choose, reached)
     device.engine_driver = FailingDriver(device, call, n)
-    rows = np.zeros((20, 3))
+    rows = {"x": np.zeros((20, 3)), "y": np.zeros((20, 2), np.int16)}
+    if call[0] == "copy" and reached != "nothing":
+        # The rows that the GPU reads and writes itself have other copies.
+        del rows["x" if reached == "others" else "y"]
+    n_copies = len(rows) if call == ("copy", "compute") else 1
     n_accepted = 0
     with Feeder(rows, batch_size=2, depth=depth, device=device) as feeder:
         with pytest.raises(DeviceError, match="has failed"):
             for batch in feeder.batches():
-                device.launch(lambda x: x.fill(1), batch.data)
+                step(device, 1, batch.data)
                 batch.write_back(batch.data)
                 n_accepted += 1
         device.drain()
-        assert n_accepted >= n
-        assert (rows[: 2 * n] == 1).all()
-        assert (rows[2 * n :] == 0).all()
+        n_whole = n // n_copies
+        assert n_accepted >= n_whole
+        for array in rows.values():
+            assert (array[: 2 * n_whole] == 1).all()
+            # What the GPU has written itself of the write that failed may remain.
+            begin = 2 * n_whole + 2 * (reached != "nothing")
+            assert (array[begin:] == 0).all()
         # Another loop works.
         for batch in feeder.batches():
-            device.launch(lambda x: x.fill(2), batch.data)
+            step(device, 2, batch.data)
             batch.write_back(batch.data)
     device.drain()
-    assert (rows == 2).all()
+    assert all((array == 2).all() for array in rows.values())
+
+
+def test_memory_is_kept_until_the_copies_before_an_error_are_done() -> None:
+    device = SimDevice(lazy, has_engine=True)
+    # Each write has two copies to staging memory, of which the second one fails.
+    device.engine_driver = FailingDriver(device, ("copy", "write"), 3)
+    rows = {"x": np.zeros((20, 9000)), "y": np.ones((20, 9000))}
+    with (
+        pytest.raises(DeviceError),
+        Feeder(rows, batch_size=2, depth=2, device=device) as feeder,
+    ):
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+    del feeder
+    gc.collect()
+    device.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("choose", [lazy, favour(*ACTORS), favour("compute", "read", "engine")])
+def test_an_interrupt_after_the_call_changes_nothing(
+    choose: Any, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program catches the interrupts, and its loop continues."""
+    found = native.library()
+    assert found is not None
+    write = found.write
+    n_calls = itertools.count()
+
+    def interrupted(request: bytes) -> int:
+        code = write(request)
+        if next(n_calls) % 3:
+            raise KeyboardInterrupt
+        return code
+
+    monkeypatch.setattr(found, "write", interrupted)
+    device = SimDevice(choose, has_engine=True)
+    x = np.arange(80.0).reshape(40, 2)
+    with Feeder(x, batch_size=4, depth=depth, device=device) as feeder:
+        for batch in feeder.batches():
+            device.launch(lambda x: np.copyto(x, x * 2 + 1), batch.data)
+            with contextlib.suppress(KeyboardInterrupt):
+                batch.write_back(batch.data)
+            del batch
+            Run.use_memory(device)
+    device.drain()
+    assert np.array_equal(x, np.arange(80.0).reshape(40, 2) * 2 + 1)
+
+
+@pytest.mark.parametrize(("fast", "counts"), [(("compute", "read", "engine"), True), ((), False)])
+def test_waits_count_only_while_the_device_is_idle(fast: tuple[str, ...], counts: bool) -> None:
+    device = SimDevice(favour(*fast), has_engine=True)
+    with Feeder(np.zeros((40, 2)), batch_size=2, depth=1, device=device) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+        assert (feeder.stats.write_wait_s > 0) == counts
+
+
+def test_row_indices_are_kept_until_they_are_written() -> None:
+    """The loop draws the indices of many batches at a time."""
+    device = SimDevice(favour("compute", "read", "engine"), has_engine=True)
+    x = np.zeros(300_000, np.float32)
+    options: Any = {"batch_size": 5_000, "shuffle": True, "depth": 4, "device": device}
+    with Feeder(x, **options) as feeder:
+        for batch in feeder.batches():
+            device.launch(lambda x: x.fill(1), batch.data)
+            batch.write_back(batch.data)
+            del batch
+            _ = np.full(1 << 16, 7)
+    device.drain()
+    assert (x == 1).all()
 
 
 def test_a_loop_that_continues_after_an_error_writes_no_more() -> None:
