@@ -310,7 +310,7 @@ def test_after_an_error_nothing_is_written(
     assert all((array == 2).all() for array in rows.values())
 
 
-def test_memory_is_kept_until_the_copies_before_an_error_are_done() -> None:
+def test_copies_before_an_error_keep_their_memory() -> None:
     device = SimDevice(lazy, has_engine=True)
     # Each write has two copies to staging memory, of which the second one fails.
     device.engine_driver = FailingDriver(device, ("copy", "write"), 3)
