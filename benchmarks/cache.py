@@ -2,7 +2,7 @@
 
 Rows are counted, not timed, so no GPU is needed. Run it from the root:
 
-    # three minutes
+    # two minutes
     python -m benchmarks.cache
     # small tables; saves nothing
     python -m benchmarks.cache --quick
@@ -32,7 +32,6 @@ from examples import word2vec
 from pinfeed.pipeline.cache_policy import CachePolicy
 
 SHARES = (0.01, 0.05, 0.1)
-LOOK_AHEADS = (0, 2, 8, 256)
 
 Record = dict[str, Any]
 
@@ -108,8 +107,8 @@ STREAMS: list[tuple[Callable[[Size], Stream], int]] = [
 ]
 
 
-def figures(stream: Stream, capacity: int, n_ahead: int) -> Record:
-    """Run a loop over a stream, with ``n_ahead`` later batches announced, and return its figures.
+def figures(stream: Stream, capacity: int) -> Record:
+    """Run a loop over a stream, and return its figures.
 
     Raises:
         AssertionError: If a row is lost, or if more rows are copied than without a cache.
@@ -118,23 +117,15 @@ def figures(stream: Stream, capacity: int, n_ahead: int) -> Record:
     policy.begin()
     n = len(stream.batches)
     n_in, n_out, cpu_ns = (np.zeros(n, np.int64) for _ in range(3))
-    n_announced = 0
     for number, batch in enumerate(stream.batches):
-        for announced in stream.batches[n_announced : number + n_ahead + 1]:
-            rows = announced.astype(np.int64)
-            begin = time.thread_time_ns()
-            policy.announce(rows)
-            cpu_ns[n_announced] += time.thread_time_ns() - begin
-            n_announced += 1
         rows = batch.astype(np.int64)
         begin = time.thread_time_ns()
         moves = policy.decide(rows)
-        cpu_ns[number] += time.thread_time_ns() - begin
-        n_in[number] = len(moves.bypassed) + len(moves.admitted)
-        n_out[number] = len(moves.bypassed) + len(moves.evicted_rows)
-        assert n_in[number] + len(moves.hits) == len(batch)
+        cpu_ns[number] = time.thread_time_ns() - begin
+        n_in[number] = len(batch) - moves.n_hits
+        n_out[number] = n_in[number] - moves.n_admitted + moves.n_evicted
     # A missed row is copied back once: when it is bypassed, when it is evicted, or at the end.
-    assert n_in.sum() == n_out.sum() + np.count_nonzero(policy.rows_of_slots >= 0)
+    assert n_in.sum() == n_out.sum() + len(policy.rows_of_slots)
     late = slice(n * 3 // 4, n)
     found = {
         "first": link_share(stream, n_in, slice(0, n // 10)),
@@ -142,6 +133,7 @@ def figures(stream: Stream, capacity: int, n_ahead: int) -> Record:
         "late_out": link_share(stream, n_out, late),
         "loop": link_share(stream, n_in, slice(0, n)),
         "ns": float(np.median(cpu_ns[late])) / stream.n_ids,
+        "nbytes": policy.nbytes,
     }
     assert found["loop"] <= 1
     return found
@@ -156,11 +148,8 @@ def measure(stream: Stream) -> list[Record]:
     """Return a record for each size of the cache."""
     records = []
     for share in SHARES:
-        capacity = int(share * stream.n_rows)
-        ahead = {str(n): figures(stream, capacity, n) for n in LOOK_AHEADS}
-        nbytes = CachePolicy.nbytes_for(stream.n_rows, capacity)
-        record = {"stream": stream.name, "cache": share, "nbytes": nbytes, "look_aheads": ahead}
-        records.append(record)
+        found = figures(stream, int(share * stream.n_rows))
+        records.append({"stream": stream.name, "cache": share, **found})
         print(f"{stream.name}, {share:.0%}", flush=True)
     return records
 
@@ -169,11 +158,10 @@ def report(records: list[Record]) -> str:
     """Return the figures as a table in Markdown."""
     rows = []
     for record in records:
-        for n_ahead, found in record["look_aheads"].items():
-            cells = [f"{found[key]:.3f}" for key in ("first", "late_in", "late_out", "loop")]
-            costs = [f"{found['ns']:.1f}", f"{record['nbytes'] / 2**20:.1f}"]
-            rows.append([record["stream"], f"{record['cache']:.0%}", n_ahead, *cells, *costs])
-    heads = ["ids", "cache", "look-ahead", "first tenth", "late, in", "late, out", "all"]
+        cells = [f"{record[key]:.3f}" for key in ("first", "late_in", "late_out", "loop")]
+        costs = [f"{record['ns']:.1f}", f"{record['nbytes'] / 2**20:.1f}"]
+        rows.append([record["stream"], f"{record['cache']:.0%}", *cells, *costs])
+    heads = ["ids", "cache", "first tenth", "late, in", "late, out", "all"]
     heads += ["ns per id", "policy, MiB"]
     return tabulate(rows, heads, tablefmt="github", disable_numparse=True)
 

@@ -78,7 +78,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         source.open(self._device)
         source.host_transform = self._transforms.host
         source.transforms_in_thunks = schedule.n_transform_threads > 1
-        source.n_ahead += schedule.depth
+        source.n_ahead = schedule.depth
         self._loop = options.runner(source, self._device, schedule, self._transforms)
 
     @safe_repr

@@ -67,7 +67,6 @@ class TableLoopArguments(LoopArguments, total=False):
     """Keyword arguments of ``read_rows``, without transforms."""
 
     config: MemoryLimits | None
-    look_ahead: int | None
     route: str | None
     verify: bool
     seed: int | None

@@ -343,6 +343,13 @@ PF_API int64_t pf_api_overlaps(const int64_t *a)
                        pointer(a[3]));
 }
 
+/* Arguments: cache, row indices, number of them, and the outputs. */
+PF_API int64_t pf_api_decide(const int64_t *a)
+{
+    pf_decide(pointer(a[0]), pointer(a[1]), a[2], pointer(a[3]), pointer(a[4]), pointer(a[5]));
+    return 0;
+}
+
 /* Arguments: values, columns, bounds, target, number of rows, number of columns, bytes of a value,
  * and bytes of a column. Returns as pf_dense does. */
 PF_API int64_t pf_api_dense(const int64_t *a)

@@ -48,6 +48,7 @@ class Library:
         self.distinct_rows = _function(releasing, "pf_api_distinct_rows")
         self.first_occurrences = _function(releasing, "pf_api_first_occurrences")
         self.overlaps = _function(releasing, "pf_api_overlaps")
+        self.decide = _function(releasing, "pf_api_decide")
         self.dense = _function(releasing, "pf_api_dense")
         self.open_engine = _function(releasing, "pf_api_engine_open")
         self.use_driver = _function(releasing, "pf_api_engine_use_driver")

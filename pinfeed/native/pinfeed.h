@@ -10,6 +10,7 @@
  * requests.c reads and writes many parts of a file
  * distinct.c distinct row indices
  * overlap.c  rows that a batch has in common with earlier ones
+ * cache.c    rows of a table that the device keeps between batches
  * dense.c    dense rows of a sparse matrix
  * api.c      the functions that Python calls, through ctypes; one library serves every Python
  *
@@ -439,6 +440,42 @@ struct pf_sorted {
 int64_t pf_overlaps(const int64_t *rows, const struct pf_sorted *batch,
                     const struct pf_sorted *earlier, int64_t n_earlier, uint64_t *spare,
                     int32_t *found, int64_t *counts);
+
+/* cache.c */
+
+union pf_cache_row {
+    int32_t held; /* negative if the row is in the cache, where it has the slot ~held */
+    float count;  /* otherwise: of its uses, not negative */
+};
+
+struct pf_cache_slot {
+    int64_t row;
+    float count;
+    uint32_t last_used; /* the last batch that used the row, modulo 2^32 */
+};
+
+struct pf_cache {
+    union pf_cache_row *rows; /* every row of the table */
+    int64_t n_rows;
+    struct pf_cache_slot *slots;
+    int64_t capacity;
+    int64_t n_used;    /* slots with a row, before all others */
+    int64_t hand;      /* the next slot whose row may be evicted */
+    int64_t n_batches; /* that were decided */
+    double use;        /* the count of one use */
+};
+
+/* Decides which rows the cache holds after a batch.
+ *
+ * rows: the row indices, shape (n,), all distinct
+ * positions: receives the positions in the batch of hits, of admitted rows and of bypassed rows,
+ *     and then the slots of hits and of admitted rows; room for 3 * n numbers
+ * moved: receives the rows in the same order, and then the evicted ones; room for 2 * n numbers
+ * counts: receives the numbers of hits, admitted rows and evicted rows
+ *
+ * The last admitted rows get the slots of the evicted rows, in the same order. */
+void pf_decide(struct pf_cache *cache, const int64_t *rows, int64_t n, int32_t *positions,
+               int64_t *moved, int64_t *counts);
 
 /* dense.c: rows of a matrix in CSR format, whose columns and bounds have `index_nbytes` (4 or 8).
  *

@@ -7,7 +7,6 @@ batch is carried out. This is one assignment, so an error or an interrupt is bef
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections import deque
@@ -32,11 +31,7 @@ PositionRange = tuple[int, int]
 
 @dataclass(eq=False)
 class CachedRows:
-    """The rows of a group in one batch: those in the cache, and those that enter and leave it.
-
-    The rows that are gathered are the bypassed ones, then the admitted ones. The rows that are
-    written to the stores are the bypassed ones, then the evicted ones.
-    """
+    """The rows of a group in one batch: those in the cache, and those that enter and leave it."""
 
     cache: RowCache
     rows: Rows
@@ -76,81 +71,78 @@ class CachedRows:
         return [self.positions, *itertools.chain.from_iterable(values)]
 
     @property
-    def gathered(self) -> Rows:
-        """Rows that are not in the cache."""
-        gathered: Rows = self.rows[np.concatenate([self.moves.bypassed, self.moves.admitted])]
-        return gathered
+    def packed_positions(self) -> Positions:
+        """Positions of rows in the batch, and then slots, as they are copied to the device.
 
-    @functools.cached_property
-    def written(self) -> Rows:
-        """Rows that the batch writes to the stores; a reader computes them for the consumer."""
-        return np.concatenate([self.rows[self.moves.bypassed], self.moves.evicted_rows])
+        The ranges below divide them.
+        """
+        return self.moves.positions
 
     @property
-    def packed_positions(self) -> Positions:
-        """All positions of rows in the batch and all slots, as they are copied to the device.
+    def gathered(self) -> Rows:
+        """Rows that are not in the cache: admitted ones, then bypassed ones."""
+        return self.moves.rows[self.moves.n_hits : len(self.rows)]
 
-        These are the positions of bypassed, admitted and hit rows, and then the slots of admitted,
-        hit and evicted rows. The ranges below divide them.
-        """
-        moves = self.moves
-        return np.concatenate(
-            [
-                moves.bypassed,
-                moves.admitted,
-                moves.hits,
-                moves.admitted_slots,
-                moves.hit_slots,
-                moves.evicted_slots,
-            ]
-        )
+    @property
+    def written(self) -> Rows:
+        """Rows that the batch writes to the stores: bypassed ones, then evicted ones."""
+        return self.moves.rows[self._n_held :]
+
+    @property
+    def admitted(self) -> Rows:
+        return self.moves.rows[self.moves.n_hits : self._n_held]
+
+    @property
+    def evicted(self) -> Rows:
+        return self.moves.rows[len(self.rows) :]
 
     @property
     def n_bypassed(self) -> int:
-        return len(self.moves.bypassed)
+        return len(self.rows) - self._n_held
 
     @property
     def n_gathered(self) -> int:
-        return self.n_bypassed + len(self.moves.admitted)
+        return len(self.rows) - self.moves.n_hits
 
     @property
-    def n_evicted(self) -> int:
-        return len(self.moves.evicted_slots)
-
-    @property
-    def bypassed_positions(self) -> PositionRange:
-        return 0, self.n_bypassed
-
-    @property
-    def gathered_positions(self) -> PositionRange:
-        return 0, self.n_gathered
+    def _n_held(self) -> int:
+        return self.moves.n_hits + self.moves.n_admitted
 
     @property
     def hit_positions(self) -> PositionRange:
-        return self.n_gathered, len(self.rows)
+        return 0, self.moves.n_hits
 
     @property
     def held_positions(self) -> PositionRange:
-        """Rows that are in the cache after the batch: admitted and hit ones."""
-        return self.n_bypassed, len(self.rows)
+        """Rows that are in the cache after the batch: hits, then admitted ones."""
+        return 0, self._n_held
 
     @property
-    def admitted_slots(self) -> PositionRange:
-        return len(self.rows), len(self.rows) + len(self.moves.admitted)
+    def gathered_positions(self) -> PositionRange:
+        return self.moves.n_hits, len(self.rows)
+
+    @property
+    def bypassed_positions(self) -> PositionRange:
+        return self._n_held, len(self.rows)
 
     @property
     def hit_slots(self) -> PositionRange:
-        return self.admitted_slots[1], self.held_slots[1]
+        return len(self.rows), len(self.rows) + self.moves.n_hits
+
+    @property
+    def admitted_slots(self) -> PositionRange:
+        return self.hit_slots[1], self.held_slots[1]
 
     @property
     def held_slots(self) -> PositionRange:
         """Slots of the rows of ``held_positions``."""
-        return len(self.rows), 2 * len(self.rows) - self.n_bypassed
+        return len(self.rows), len(self.rows) + self._n_held
 
     @property
     def evicted_slots(self) -> PositionRange:
+        """Slots of the evicted rows, which the last admitted rows get."""
         end = self.held_slots[1]
-        return end, end + self.n_evicted
+        return end - self.moves.n_evicted, end
 
 
 class _Slots(NamedTuple):
@@ -167,11 +159,10 @@ class _Slots(NamedTuple):
         During this, rows that enter the cache have their old values in the stores, and rows that
         leave it are in ``evicted_values``.
         """
-        moves = cached.moves
-        self.rows[moves.evicted_slots] = -1
-        self.rows[moves.admitted_slots] = cached.rows[moves.admitted] if cached.has_moved else -1
-        self.used[moves.admitted_slots] = cached.number
-        self.used[moves.hit_slots] = cached.number
+        slots = cached.packed_positions
+        admitted = slots[slice(*cached.admitted_slots)]
+        self.rows[admitted] = cached.admitted if cached.has_moved else -1
+        self.used[slots[slice(*cached.held_slots)]] = cached.number
 
 
 class CacheDecisions:
@@ -215,12 +206,8 @@ class CacheDecisions:
         """Release the batches, because the loop has ended; no reader thread runs then."""
         self._kept.clear()
 
-    def announce(self, rows: Rows) -> None:
-        """Note the distinct rows of a drawn batch (reader; in the order of batches)."""
-        self._policy.announce(rows)
-
     def decide(self, cache: RowCache, rows: Rows) -> CachedRows:
-        """Decide about the oldest batch that was announced (reader; in the order of batches)."""
+        """Decide about the next batch, with its distinct rows (reader)."""
         with self._deciding:
             cached = CachedRows(cache, rows, self._policy.decide(rows), self._n_decided)
             self._n_decided += 1

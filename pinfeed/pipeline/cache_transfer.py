@@ -71,12 +71,12 @@ class CacheTransfer:
                     cache.name,
                     self.batch,
                     len(cached.rows),
-                    len(cached.moves.hits),
-                    cached.n_evicted,
+                    cached.moves.n_hits,
+                    cached.moves.n_evicted,
                     cached.n_gathered * cache.row_nbytes,
                 )
             )
-        self._count_written(cache, cached.n_bypassed + cached.n_evicted, written)
+        self._count_written(cache, cached.n_bypassed + cached.moves.n_evicted, written)
         return written
 
     def changed_rows(self, *, is_last: bool) -> Iterator[tuple[RowGroup, ChangedRows]]:

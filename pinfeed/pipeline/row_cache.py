@@ -108,7 +108,7 @@ class RowCache:
         self._is_sealed = False
 
     def decide(self, rows: Rows) -> CachedRows:
-        """Decide about the oldest batch that was announced (reader; in the order of batches)."""
+        """Decide about the next batch, with its distinct rows (reader)."""
         return self.decisions.decide(self, rows)
 
     def lend(self, cached: CachedRows, gathered: list[Tensor], compute: Stream) -> list[Tensor]:
@@ -130,7 +130,7 @@ class RowCache:
             if not self.tensors:
                 self.tensors = self._allocated()
             lent = self._empty(len(cached.rows))
-            evicted = self._empty_together(cached.n_evicted)
+            evicted = self._empty_together(cached.moves.n_evicted)
             into = self._cut(cached, cached.gathered_positions)
             hits = self._cut(cached, cached.hit_positions)
             slots = self._cut(cached, cached.hit_slots)
@@ -202,12 +202,12 @@ class RowCache:
         if not any(self._is_changed) or self._is_flushed:
             return
         leaving = self.leaving
-        if leaving is not None and leaving.evicted_values and leaving.n_evicted:
+        if leaving is not None and leaving.evicted_values and leaving.moves.n_evicted:
             # The last evicted rows may not have been queued for writing.
             with self.moving:
                 self._follow(self._device.current_stream())
             evicted = self._changed_only(leaving.evicted_values)
-            yield ChangedRows(leaving.moves.evicted_rows, evicted)
+            yield ChangedRows(leaving.evicted, evicted)
         rows, slots = self.decisions.changed_rows()
         step = max(1, _FLUSH_BYTES // self.row_nbytes)
         begin = 0
@@ -294,7 +294,7 @@ class RowCache:
             if value is not None:
                 copies.append(RowCopy(value, held, taken, slots))
             elif not cached.has_moved:
-                entering = self._device.cut(read, cached.n_bypassed, cached.n_gathered)
+                entering = self._device.cut(read, 0, cached.moves.n_admitted)
                 copies.append(RowCopy(entering, held, into=admitted))
         return copies
 
@@ -303,7 +303,7 @@ class RowCache:
         n, cut = cached.n_bypassed, self._device.cut
         if not n:
             return cached.evicted_values, []
-        written = self._empty_together(n + cached.n_evicted)
+        written = self._empty_together(n + cached.moves.n_evicted)
         bypassed = self._cut(cached, cached.bypassed_positions)
         copies = []
         for i, (value, rows) in enumerate(zip(new, written, strict=True)):
@@ -312,10 +312,14 @@ class RowCache:
                 written[i] = cached.written_values[i]
                 continue
             if value is None:
-                copies.append(RowCopy(cut(cached.gathered_values[i], 0, n), cut(rows, 0, n)))
+                begin = cached.moves.n_admitted
+                gathered = cut(cached.gathered_values[i], begin, begin + n)
+                copies.append(RowCopy(gathered, cut(rows, 0, n)))
             else:
                 copies.append(RowCopy(value, cut(rows, 0, n), taken=bypassed))
-            copies.append(RowCopy(cached.evicted_values[i], cut(rows, n, n + cached.n_evicted)))
+            copies.append(
+                RowCopy(cached.evicted_values[i], cut(rows, n, n + cached.moves.n_evicted))
+            )
         return written, copies
 
     def _cut(self, cached: CachedRows, part: PositionRange) -> Tensor:

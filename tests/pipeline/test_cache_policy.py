@@ -1,6 +1,5 @@
 """The cache policy compared with a model: consistent moves, and the rows that it should keep."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinfeed.pipeline import cache_policy
+from pinfeed.native import library as native
 from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
 N_ROWS = 24
 BATCHES = st.lists(st.sets(st.integers(0, N_ROWS - 1), max_size=10), max_size=12)
@@ -20,27 +21,21 @@ def row_array(rows: Any) -> np.ndarray:
     return np.array(sorted(rows), np.int64)
 
 
-def decisions(
-    tested: CachePolicy, batches: Sequence[Any], n_ahead: int
-) -> Iterator[tuple[int, CacheMoves]]:
-    """Run a loop, and yield the number of each batch with its moves."""
+def decisions(tested: CachePolicy, batches: Sequence[Any]) -> Iterator[CacheMoves]:
+    """Run a loop, and yield the moves of each batch."""
     tested.begin()
-    n_announced = 0
-    for number, rows in enumerate(batches):
-        for announced in batches[n_announced : number + n_ahead + 1]:
-            tested.announce(row_array(announced))
-            n_announced += 1
-        yield number, tested.decide(row_array(rows))
+    for rows in batches:
+        yield tested.decide(row_array(rows))
 
 
-def everything(tested: CachePolicy, batches: Sequence[Any], n_ahead: int = 2) -> list[Any]:
+def everything(tested: CachePolicy, batches: Sequence[Any]) -> list[Any]:
     """Return all moves of a loop, and the rows in the slots at its end."""
-    found = [[a.tolist() for a in moves] for _, moves in decisions(tested, batches, n_ahead)]
+    found = [(moves[0].tolist(), moves[1].tolist()) for moves in decisions(tested, batches)]
     return [*found, tested.rows_of_slots.tolist()]
 
 
-def n_hits(tested: CachePolicy, batches: Sequence[Any], n_ahead: int = 0) -> list[int]:
-    return [len(moves.hits) for _, moves in decisions(tested, batches, n_ahead)]
+def n_hits(tested: CachePolicy, batches: Sequence[Any]) -> list[int]:
+    return [moves.n_hits for moves in decisions(tested, batches)]
 
 
 class Model:
@@ -49,85 +44,68 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.slots: dict[int, int] = {}
-        self.last_used: dict[int, int] = {}
 
-    def move(self, number: int, batch: set[int], moves: CacheMoves) -> None:
+    def move(self, batch: set[int], moves: CacheMoves) -> None:
         """Check that the moves fit the batch and the slots, and apply them."""
         rows = row_array(batch)
-        assert [one.dtype for one in moves] == [np.int32] * 5 + [np.int64, np.int32]
-        for positions in (moves.bypassed, moves.admitted, moves.hits):
-            assert (np.diff(positions) > 0).all()
-        every = np.concatenate([moves.bypassed, moves.admitted, moves.hits])
-        assert sorted(every) == list(range(len(rows)))
+        assert [moves.positions.dtype, moves.rows.dtype] == [np.int32, np.int64]
+        n_held = moves.n_hits + moves.n_admitted
+        positions, slots = np.split(moves.positions, [len(rows)])
+        assert sorted(positions) == list(range(len(rows)))
+        for ascending in np.split(positions, [moves.n_hits, n_held]):
+            assert (np.diff(ascending) > 0).all()
+        moved, evicted = np.split(moves.rows, [len(rows)])
+        assert moved.tolist() == rows[positions].tolist()
+        assert [len(slots), len(evicted)] == [n_held, moves.n_evicted]
 
-        assert set(rows[moves.hits]) == batch & set(self.slots)
-        for row, slot in zip(rows[moves.hits], moves.hit_slots, strict=True):
-            assert self.slots[row] == slot
-        assert not batch & set(moves.evicted_rows)
-        for row, slot in zip(moves.evicted_rows, moves.evicted_slots, strict=True):
-            assert self.slots.pop(row) == slot
-        for row, slot in zip(rows[moves.admitted], moves.admitted_slots, strict=True):
-            assert 0 <= slot < self.capacity
-            self.slots[row] = slot
-        assert len(set(self.slots.values())) == len(self.slots)
-        # Free slots are filled at once.
-        assert len(self.slots) == self.capacity or not len(moves.bypassed)
-        self.last_used |= {self.slots[row]: number for row in batch & set(self.slots)}
+        hits, admitted, _ = np.split(moved, [moves.n_hits, n_held])
+        assert set(hits) == batch & set(self.slots)
+        assert [self.slots[row] for row in hits] == slots[: moves.n_hits].tolist()
+        assert not batch & set(evicted)
+        freed = [self.slots.pop(row) for row in evicted]
+        assert freed == slots[n_held - moves.n_evicted :].tolist()
+        # Free slots are filled at once, in their order.
+        n_free = min(len(rows) - moves.n_hits, self.capacity - len(self.slots) - len(freed))
+        first = len(self.slots) + len(freed)
+        assert [*range(first, first + n_free), *freed] == slots[moves.n_hits :].tolist()
+        self.slots |= zip(admitted.tolist(), slots[moves.n_hits :].tolist(), strict=True)
 
     def compare(self, tested: CachePolicy) -> None:
-        """Compare the attributes of the policy with the model."""
+        """Compare the rows of the policy with the model."""
         rows = {slot: row for row, slot in self.slots.items()}
-        slots = range(self.capacity)
-        assert tested.rows_of_slots.tolist() == [rows.get(slot, -1) for slot in slots]
-        assert tested.last_used.tolist() == [self.last_used.get(slot, -1) for slot in slots]
+        assert tested.rows_of_slots.tolist() == [rows[slot] for slot in range(len(rows))]
         held = np.flatnonzero(tested.contains(np.arange(N_ROWS)))
         assert held.tolist() == sorted(self.slots)
 
 
-@given(
-    loops=st.lists(BATCHES, min_size=1, max_size=2),
-    capacity=st.integers(1, N_ROWS),
-    n_ahead=st.integers(0, 4),
-    window=st.sampled_from([1, 4, cache_policy._MIN_WINDOW]),
-)
-def test_moves_are_consistent_and_needed_rows_stay(
-    loops: list[list[set[int]]], capacity: int, n_ahead: int, window: int
-) -> None:
-    tested = CachePolicy(N_ROWS, capacity)
+@given(loops=st.lists(BATCHES, min_size=1, max_size=2), capacity=st.integers(1, N_ROWS))
+def test_moves_are_consistent(loops: list[list[set[int]]], capacity: int) -> None:
+    tested, again = CachePolicy(N_ROWS, capacity), CachePolicy(N_ROWS, capacity)
     for batches in loops:
         model = Model(capacity)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache_policy, "_MIN_WINDOW", window)
-            for number, moves in decisions(tested, batches, n_ahead):
-                before = set(model.slots)
-                model.move(number, batches[number], moves)
-                model.compare(tested)
-                announced = batches[number + 1 : number + n_ahead + 1]
-                if window >= capacity:
-                    check_needed(before, batches[number], set(model.slots), announced)
+        found = []
+        for batch, moves in zip(batches, decisions(tested, batches), strict=True):
+            model.move(batch, moves)
+            model.compare(tested)
+            found.append((moves[0].tolist(), moves[1].tolist()))
+        assert everything(again, batches) == [*found, tested.rows_of_slots.tolist()]
 
 
-def check_needed(
-    before: set[int], batch: set[int], after: set[int], announced: list[set[int]]
-) -> None:
-    """Check that no row is needed later than a row that the cache does not hold."""
-
-    def next_use(row: int) -> float:
-        return next((i for i, rows in enumerate(announced) if row in rows), math.inf)
-
-    dropped = (before | batch) - after
-    # Hits stay, even if they are not needed.
-    chosen = after - (before & batch)
-    latest = max(map(next_use, chosen), default=-1)
-    assert all(next_use(row) >= latest for row in dropped)
+def test_rows_of_a_batch_stay_after_many_batches() -> None:
+    tested = CachePolicy(N_ROWS, 2)
+    tested.begin()
+    tested._cache["n_batches"] = 2**32 - 2
+    model = Model(2)
+    for batch in [{0, 1, 2}, {2, 3, 4}, {5, 6, 7}, {8, 9, 10}]:
+        model.move(batch, tested.decide(row_array(batch)))
 
 
 def test_a_whole_table_is_never_evicted() -> None:
     tested = CachePolicy(6, 6)
     batches = [{0, 3}, {0, 1, 2}, set(), {5}, range(6)]
-    for number, moves in decisions(tested, batches, 1):
-        assert not len(moves.bypassed) + len(moves.evicted_rows)
-        assert number < 4 or len(moves.hits) == 5
+    found = list(decisions(tested, batches))
+    assert not any(moves.n_evicted for moves in found)
+    assert found[-1].n_hits == 5
     assert set(tested.rows_of_slots) == set(range(6))
 
 
@@ -142,6 +120,25 @@ def test_new_hot_rows_displace_old_ones() -> None:
     assert n_hits(CachePolicy(1000, 2), batches)[-1] == 2
 
 
+@pytest.mark.parametrize("capacity", [1, 7])
+def test_hot_rows_displace_the_rows_of_any_slots(capacity: int) -> None:
+    """A batch of more rows than the hand passes, in a cache of fewer."""
+    others = set(range(100, 400))
+    hot = set(range(400, 400 + capacity))
+    batches = [others, *[hot, hot | others] * 20]
+    assert n_hits(CachePolicy(500, capacity), batches)[-1] == capacity
+
+
+def test_the_hand_continues_in_the_next_batch() -> None:
+    old = set(range(100))
+    new = range(100, 200)
+    batches = [old, *({row} for row in new for _ in range(3))]
+    tested = CachePolicy(200, 100)
+    n_hits(tested, batches)
+    # Each new row finds an old one that was used less, where the hand is.
+    assert set(tested.rows_of_slots) == set(new)
+
+
 def test_counts_are_kept_from_loop_to_loop() -> None:
     tested = CachePolicy(100, 2)
     n_hits(tested, [{10, 11}] * 5)
@@ -149,42 +146,63 @@ def test_counts_are_kept_from_loop_to_loop() -> None:
     assert n_hits(tested, [{0, 1}, {10, 11}, {2, 3}, {10, 11}]) == [0, 0, 0, 2]
 
 
-def test_an_abandoned_loop_leaves_no_announced_batches() -> None:
-    tested = CachePolicy(100, 2)
+class PlainPolicy:
+    """The policy in Python, without scaled counts."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.counts: dict[int, np.float32] = {}
+        self.slots: list[int] = []
+        self.hand = 0
+        self.use = 1.0
+
+    def decide(self, batch: list[int]) -> list[int]:
+        """Return the rows in the slots after the batch."""
+        missed = [row for row in batch if row not in self.slots]
+        for row in batch:
+            self.counts[row] = self.counts.get(row, np.float32(0)) + np.float32(self.use)
+        offered = None
+        for row in missed:
+            if len(self.slots) < self.capacity:
+                self.slots.append(row)
+                continue
+            for _ in range(2):
+                held = self.slots[self.hand]
+                if held not in batch and (
+                    offered is None or self.counts[held] < self.counts[self.slots[offered]]
+                ):
+                    offered = self.hand
+                self.hand = (self.hand + 1) % self.capacity
+            if offered is not None and self.counts[self.slots[offered]] < self.counts[row]:
+                self.slots[offered] = row
+                offered = None
+        self.use *= 1 + len(batch) / (92 * self.capacity)
+        return self.slots
+
+
+@pytest.mark.parametrize(("n_rows", "capacity", "size"), [(300, 2, 184), (40, 10, 7)])
+def test_decisions_equal_those_of_the_plain_policy(n_rows: int, capacity: int, size: int) -> None:
+    """In a cache of two rows, uses double in each batch, and counts are scaled by powers of two."""
+    rng = np.random.default_rng(0)
+    tested, plain = CachePolicy(n_rows, capacity), PlainPolicy(capacity)
     tested.begin()
-    for _ in range(3):
-        tested.announce(row_array({7, 8}))
-    tested.decide(row_array({7, 8}))
-    # Rows 7 and 8 are frequent, but no announced batch needs them.
-    assert n_hits(tested, [{7, 8}, {1, 2}, {1, 2}, {1, 2}, {1, 2}], 1) == [0, 0, 2, 2, 2]
+    for _ in range(100):
+        batch = np.sort(rng.choice(n_rows, size, replace=False))
+        tested.decide(batch)
+        assert tested.rows_of_slots.tolist() == plain.decide(batch.tolist())
 
 
-def test_places_of_announced_rows_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    batches = [set(rng.integers(N_ROWS, size=8).tolist()) for _ in range(40)]
-    expected = everything(CachePolicy(N_ROWS, 6), batches)
-    monkeypatch.setattr(cache_policy, "_MAX_PLACE", 50)
-    assert everything(CachePolicy(N_ROWS, 6), batches) == expected
-
-
-def test_counts_are_scaled_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    batches = [set(rng.integers(N_ROWS, size=8).tolist()) for _ in range(40)]
-    # Every batch counts twice as much as the one before, so scaled counts are exact.
-    monkeypatch.setattr(cache_policy, "_HALF_LIFE", 1e-9)
-    expected = everything(CachePolicy(N_ROWS, 6), batches)
-    monkeypatch.setattr(cache_policy, "_MAX_USE", 4.0)
-    tested = CachePolicy(N_ROWS, 6)
-    assert everything(tested, batches) == expected
-    assert tested._counts.max() < 32
+def test_counts_never_overflow() -> None:
+    # Each batch counts more than twice as much as the one before, and float32 ends at 2**128.
+    others = [set(range(100, 400)), set(range(400, 700))]
+    hot = [{0, 1}] * 200 + [{2, 3}] * 5
+    batches = [rows | others[i % 2] for i, rows in enumerate(hot)]
+    assert n_hits(CachePolicy(1000, 2), batches)[-1] == 2
 
 
 @pytest.mark.parametrize("capacity", [10, N_ROWS])
 def test_the_bookkeeping_has_the_bytes_of_the_plan(capacity: int) -> None:
     tested = CachePolicy(N_ROWS, capacity)
     everything(tested, [{1, 2}] * 3)
-    parts = [*vars(tested).values(), *vars(tested._next_uses).values()]
-    arrays = [one for one in parts if isinstance(one, np.ndarray)]
-    n_announced = tested._next_uses.n_reserved
-    assert sum(one.nbytes for one in arrays) == tested.nbytes
-    assert tested.nbytes == CachePolicy.nbytes_for(N_ROWS, capacity, n_announced)
+    arrays = [one for one in vars(tested).values() if isinstance(one, np.ndarray) and one.ndim]
+    assert sum(one.nbytes for one in arrays) == tested.nbytes == 4 * N_ROWS + 16 * capacity

@@ -29,34 +29,23 @@ class CachedSource(Source):
         batches: Distinct rows of each batch, ascending.
         stores: The three stores.
         cache: Cache of the first two.
-        n_ahead: Number of batches that are known when the policy decides about one.
     """
 
     fingerprint: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
-        self,
-        batches: Sequence[np.ndarray],
-        stores: Sequence[Any],
-        cache: RowCache,
-        n_ahead: int = 0,
+        self, batches: Sequence[np.ndarray], stores: Sequence[Any], cache: RowCache
     ) -> None:
         self._batches = batches
         self._stores = stores
         self.cache = cache
-        self._n_ahead = n_ahead
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def epoch(self, number: int, start: int, *args: int) -> Generator[Any, None, None]:
         self.cache.begin()
-        known = list(map(np.array, self._batches[start:]))
-        for rows in known[: self._n_ahead]:
-            self.cache.decisions.announce(rows)
-        for i, rows in enumerate(known):
-            for later in known[i + self._n_ahead : i + self._n_ahead + 1]:
-                self.cache.decisions.announce(later)
+        for rows in self._batches[start:]:
             yield partial(self._batch, rows, self.cache.decide(rows))
 
     def _batch(self, rows: np.ndarray, cached: Any) -> HostBatch:
@@ -78,7 +67,6 @@ class CachedRun:
         batches: Distinct rows of each batch, ascending.
         capacity: Rows of the cache.
         policy: Seed of random decisions; None for those of the real policy.
-        n_ahead: Number of batches that are known when the policy decides about one.
         stop_after: Number of batches after which the loop is left.
         switch_after: Number of batches after which the loop changes its stream after each batch.
         switch_once: Number of batches after which the loop changes its stream for good.
@@ -95,7 +83,6 @@ class CachedRun:
         *,
         capacity: int = 5,
         policy: int | None = 0,
-        n_ahead: int = 0,
         stop_after: int | None = None,
         switch_after: int | None = None,
         switch_once: int | None = None,
@@ -107,7 +94,6 @@ class CachedRun:
         self.batches = [np.array(rows, np.int64) for rows in batches]
         self.capacity = capacity
         self.policy = policy
-        self.n_ahead = n_ahead
         self.stop_after = stop_after
         self.switch_after = switch_after
         self.switch_once = switch_once
@@ -144,7 +130,7 @@ class CachedRun:
         stores = list(map(make, self.arrays))
         with random_policy(self.policy):
             cache = RowCache("rows", stores[:2], self.capacity, device)
-        source = CachedSource(self.batches, stores, cache, self.n_ahead)
+        source = CachedSource(self.batches, stores, cache)
         schedule = PrefetchSchedule(depth, n_readers=1 + depth % 2, writes=True)
         return EpochRunner(
             source,

@@ -29,38 +29,29 @@ class RandomPolicy:
 
     def begin(self) -> None:
         self.rows_of_slots = np.full(self.capacity, -1, np.int64)
-        self.last_used = np.zeros(self.capacity, np.int64)
-        self._announced: list[np.ndarray] = []
-        self._n = 0
-
-    def announce(self, rows: np.ndarray) -> None:
-        self._announced.append(rows)
 
     def contains(self, rows: np.ndarray) -> Any:
         return np.isin(rows, self.rows_of_slots)
 
     def decide(self, rows: np.ndarray) -> CacheMoves:
-        assert self._announced.pop(0) is rows
         is_hit = self.contains(rows)
         hits, misses = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
         slot_of = {row: slot for slot, row in enumerate(self.rows_of_slots.tolist())}
         hit_slots = [slot_of[row] for row in rows[hits].tolist()]
-        is_free = self.rows_of_slots < 0
-        is_free[hit_slots] = True
-        evicted = self._some(np.flatnonzero(~is_free))
-        evicted_rows = self.rows_of_slots[evicted]
-        self.rows_of_slots[evicted] = -1
-        free = self._rng.permutation(np.flatnonzero(self.rows_of_slots < 0))
-        admitted = np.sort(self._some(misses)[: len(free)])
-        slots = free[: len(admitted)]
+        free = self._some(np.flatnonzero(self.rows_of_slots < 0))
+        others = np.flatnonzero(~np.isin(self.rows_of_slots, [-1, *rows]))
+        chosen = self._some(misses)
+        slots = np.concatenate([free, self._rng.permutation(others)])[: len(chosen)]
+        admitted = np.sort(chosen[: len(slots)])
+        evicted_rows = self.rows_of_slots[slots[len(free) :]]
         self.rows_of_slots[slots] = rows[admitted]
-        self.last_used[[*slots, *hit_slots]] = self._n
-        self._n += 1
-        bypassed = np.setdiff1d(misses, admitted)
+        positions = np.concatenate([hits, admitted, np.setdiff1d(misses, admitted)])
         return CacheMoves(
-            *(np.asarray(x, np.int32) for x in (bypassed, admitted, hits, slots, hit_slots)),
-            evicted_rows,
-            evicted.astype(np.int32),
+            np.concatenate([positions, hit_slots, slots]).astype(np.int32),
+            np.concatenate([rows[positions], evicted_rows]),
+            len(hits),
+            len(admitted),
+            len(evicted_rows),
         )
 
     def _some(self, numbers: np.ndarray) -> np.ndarray:

@@ -115,7 +115,6 @@ class Run:
         switch_in: Number of the batch at whose beginning the loop changes its stream for good.
         caches: ``device_cache`` of both tables.
         policy: Seed of random decisions of the caches; None for those of the real policy.
-        look_ahead: ``look_ahead`` of ``train_rows``.
         n_epochs: Number of loops over the batches.
     """
 
@@ -131,7 +130,6 @@ class Run:
         switch_in: int | None = None,
         caches: tuple[Any, Any] = (None, None),
         policy: int | None = None,
-        look_ahead: int | None = None,
         n_epochs: int = 1,
     ) -> None:
         self.optimizer_class, self.options, self.initial = OPTIMIZERS[optimizer]
@@ -142,7 +140,6 @@ class Run:
         self.switch_in = switch_in
         self.caches = caches
         self.policy = policy
-        self.look_ahead = look_ahead
         self.n_epochs = n_epochs
         rng = np.random.default_rng(len(batches))
         self.tables = [rng.standard_normal(shape).astype("f4") for shape in (USERS, ITEMS)]
@@ -263,7 +260,6 @@ class Run:
                 optimizer=optimizer,
                 device=device,
                 depth=depth,
-                look_ahead=self.look_ahead,
                 verify=verify,
             )
         self.loop: Any = loop

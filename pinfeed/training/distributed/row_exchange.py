@@ -224,10 +224,9 @@ class ChangingRows:
         if self._cache is not None:
             if self._is_trained:
                 found |= self._cache.decisions.contains(rows)
-            self._cache.decisions.announce(rows)
             cached = self._cache.decide(rows)
             # The values of rows that leave the cache are written after the batch.
-            written = np.concatenate([rows, cached.moves.evicted_rows])
+            written = np.concatenate([rows, cached.evicted])
         shared, _ = self._recent.add(next(self._numbers), [rows], [written], ())
         for latest, _ in shared.overlaps[0].values():
             found[shared.positions[slice(*latest.later)]] = True

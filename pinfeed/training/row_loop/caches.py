@@ -10,6 +10,7 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.units import human
+from pinfeed.native.library import library, why_not
 from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.stores import ArrayStore
 from pinfeed.training.embeddings.table_arguments import check_device_cache
@@ -24,7 +25,7 @@ _AUTO_SHARE = 0.75
 def row_caches(
     tables: Sequence[LoopTable], device: Device, config: MemoryLimits | None
 ) -> list[RowCache | None]:
-    """Return the cache of each table; None for a table without one.
+    """Return the cache of each table; None for a table without one, or without compiled functions.
 
     Args:
         tables: The tables.
@@ -38,6 +39,8 @@ def row_caches(
     found: list[RowCache | None] = [None] * len(tables)
     # Checked again, because users may have changed the attribute of a table.
     sizes = [check_device_cache(used.table.device_cache) for used in tables]
+    if library() is None:
+        return found
     for i, size in enumerate(sizes):
         if isinstance(size, (int, float)):
             found[i] = _cache(tables[i], size, device)
@@ -95,7 +98,9 @@ def cache_notes(
                 )
         elif used.table.device_cache is not None:
             reason = "the remaining memory is smaller than a row with its optimizer state"
-            if not _gains_from_cache(used, device):
+            if problem := why_not():
+                reason = f"compiled functions choose its rows, but {problem}"
+            elif not _gains_from_cache(used, device):
                 reason = "on the CPU, reading rows in memory is as fast as a cache"
             notes.append(f"{name} has no cache: {reason}")
     return tuple(notes)

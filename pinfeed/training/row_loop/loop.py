@@ -21,10 +21,7 @@ from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row
 from pinfeed.training.row_loop.loop_table import LoopTable
 from pinfeed.training.row_loop.row_source import LoaderReplay, TableRowSource
 from pinfeed.training.row_loop.session import TableSession
-from pinfeed.validation.arguments import check_flag, whole_number
-
-# Slightly larger numbers gain little.
-_LOOK_AHEAD = 2
+from pinfeed.validation.arguments import check_flag
 
 
 class RowLoop(LoaderFeeder[T_co]):
@@ -49,7 +46,6 @@ class RowLoop(LoaderFeeder[T_co]):
         config: A ``pinfeed.Config`` with memory limits. With None, the free memory is the limit.
         depth: Number of batches to prefetch. None is 2, or 0 on the CPU without sharded tables
             and transforms, because no copy needs to be hidden.
-        look_ahead: Number of later batches that caches know. None is the default.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU. None is the faster one.
         verify: Whether to compare all rows with the synchronous loop.
@@ -65,7 +61,6 @@ class RowLoop(LoaderFeeder[T_co]):
         *,
         config: MemoryLimits | None,
         depth: int | None,
-        look_ahead: int | None,
         device: Any,
         route: str | None,
         verify: bool,
@@ -100,15 +95,11 @@ class RowLoop(LoaderFeeder[T_co]):
         if schedule.n_transform_threads > 1:
             _require_no_order(schedule, options, is_sharded=is_sharded)
         self._schedule = schedule
-        if look_ahead is None:
-            # The synchronous loop requests each batch from the loader only when a step needs it.
-            look_ahead = _LOOK_AHEAD if schedule.depth else 0
-        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
         self._ranks = RankLoop(tables, schedule, verify=verify) if is_sharded else None
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
         super().__init__(
-            TableRowSource(loader, tables, look_ahead, self._ranks),
+            TableRowSource(loader, tables, self._ranks),
             device=device,
             schedule=schedule,
             options=options,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +28,6 @@ from pinfeed.training.row_loop.host_lookup import (
     position_parts,
 )
 from pinfeed.training.row_loop.loop_table import LoopTable
-
-T = TypeVar("T")
 
 
 class TableBatch(NamedTuple):
@@ -63,8 +60,6 @@ class TableRowSource(LoaderSource):
     Args:
         loader: A loader, as for ``wrap_loader``.
         tables: The tables.
-        look_ahead: Number of later batches that caches know when they decide which rows of a batch
-            to keep. Sharded tables have no look-ahead.
         ranks: Ranks that exchange the rows of sharded tables; None for other tables.
 
     Raises:
@@ -72,16 +67,10 @@ class TableRowSource(LoaderSource):
     """
 
     def __init__(
-        self,
-        loader: Any,
-        tables: Sequence[LoopTable],
-        look_ahead: int = 0,
-        ranks: RankLoop | None = None,
+        self, loader: Any, tables: Sequence[LoopTable], ranks: RankLoop | None = None
     ) -> None:
         super().__init__(loader)
         self._tables = tables
-        self._look_ahead = look_ahead
-        self.n_ahead = look_ahead
         self._ranks = ranks
         self.caches: Sequence[RowCache | None] = [None] * len(tables)
         """For each table, the cache of its rows on the device; None for a table without one."""
@@ -119,23 +108,13 @@ class TableRowSource(LoaderSource):
 
     def _draw_cached(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         # A cache decides about batches in their order, so one thread looks up their rows here.
-        for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
+        while (batch := self.next_batch(batches)) is not END:
+            load, lookups = self._looked_up(batch, self._ids(batch))
             cached = [
                 None if cache is None else cache.decide(lookup.rows)
                 for cache, lookup in zip(self.caches, lookups, strict=True)
             ]
             yield functools.partial(self._host_batch, load, lookups, cached)
-
-    def _lookups(
-        self, batches: Iterator[Any]
-    ) -> Generator[tuple[HostBatch, list[HostLookup]], None, None]:
-        """Announce the lookups of each batch to the caches, and yield the batch with them."""
-        while (batch := self.next_batch(batches)) is not END:
-            load, lookups = self._looked_up(batch, self._ids(batch))
-            for cache, lookup in zip(self.caches, lookups, strict=True):
-                if cache is not None:
-                    cache.decisions.announce(lookup.rows)
-            yield load, lookups
 
     def _draw_exchanged(
         self, batches: Iterator[Any], ranks: RankLoop
@@ -241,36 +220,6 @@ def _table_batch(
                 ShardedBatchRows(lookup.rows, ids, values, positions, own, row_positions, link)
             )
     return batch
-
-
-def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
-    """Yield each item when the next ``n`` items are known.
-
-    At the beginning, fewer items are known, to avoid a delay of the first item. The function draws
-    two items for each item that it yields. An error is raised after the items before it.
-    """
-    waiting: deque[T] = deque()
-    failure: Exception | None = None
-    is_over = False
-    while waiting or not is_over:
-        for _ in range(min(2, n + 1 - len(waiting))):
-            if is_over:
-                break
-            try:
-                waiting.append(next(items))
-            except StopIteration:
-                is_over = True
-            except Exception as error:
-                failure = error
-                is_over = True
-        if waiting:
-            yield waiting.popleft()
-    if failure is not None:
-        try:
-            raise failure
-        finally:
-            # The error's traceback keeps this frame, which must not keep the error.
-            del failure
 
 
 class LoaderReplay:

@@ -44,7 +44,6 @@ def train_rows(
     optimizer: RowOptimizers = (),
     config: MemoryLimits | None = None,
     depth: int | None = None,
-    look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
     progress: bool = False,
@@ -94,10 +93,6 @@ def train_rows(
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
             training loop itself requests batches and ids. None is 2, or 0 on the CPU without
             sharded tables and transforms, because no copy needs to be hidden.
-        look_ahead: Number of later batches that the caches of tables know when they decide which
-            rows of a batch to keep. The loop requests these batches from the loader in advance, and
-            keeps them in host memory. With a larger number, slightly fewer rows are copied. None is
-            2, or 0 in the synchronous loop. It has no effect without caches or with sharded tables.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
         verify: Whether to compare all rows with the synchronous loop. The loop then keeps a copy of
@@ -129,7 +124,6 @@ def train_rows(
         trained_tables(tables, optimizer),
         config=config,
         depth=depth,
-        look_ahead=look_ahead,
         device=device,
         route=route,
         verify=verify,
@@ -163,7 +157,6 @@ def read_rows(
     *,
     config: MemoryLimits | None = None,
     depth: int | None = None,
-    look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
     progress: bool = False,
@@ -210,7 +203,6 @@ def read_rows(
         config: A ``pinfeed.Config`` with memory limits, which bound the caches of tables, as for
             ``train_rows``.
         depth: Number of batches to prefetch; None as for ``train_rows``.
-        look_ahead: Number of later batches that the caches of tables know, as for ``train_rows``.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
         progress: Whether to show a progress bar.
@@ -234,7 +226,6 @@ def read_rows(
         read_tables(tables),
         config=config,
         depth=depth,
-        look_ahead=look_ahead,
         device=device,
         route=route,
         verify=verify,

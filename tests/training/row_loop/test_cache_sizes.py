@@ -12,9 +12,12 @@ import torch
 
 from pinfeed import Config, GiB, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughGPUMemory, UnknownArgument
+from pinfeed.native import library as native
 from pinfeed.profiling.chrome_trace import cache_events
 from pinfeed.profiling.spans import CacheCounts
 from pinfeed.training.row_loop.loop import RowLoop
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
 ROWS = 100
 # Adam keeps two tensors of state. A row of 4 float32 has 48 bytes with them.
@@ -105,6 +108,21 @@ def test_the_plan_says_why_a_table_has_no_cache(tmp_path: Path) -> None:
         "words has no cache: on the CPU, reading rows in memory is as fast as a cache",
         "file has no cache: the remaining memory is smaller than a row with its optimizer state",
     )
+
+
+@pytest.mark.usefixtures("without_native")
+def test_a_table_has_no_cache_without_the_compiled_functions() -> None:
+    table = table_of(0.1)
+    loop = loop_over(table)
+    assert loop.plan.items == ()
+    assert loop.plan.notes == (
+        "words has no cache: compiled functions choose its rows, but PINFEED_NATIVE=0 is set",
+    )
+    assert len([table(ids) for ids in loop]) == 1
+    assert not loop.stats.cache_lookups
+    table.device_cache = 1.5
+    with pytest.raises(ArgumentError, match=r"^device_cache=1.5"):
+        loop_over(table)
 
 
 @pytest.mark.parametrize("name", ["device_cache", "cpu_memory_limit"])

@@ -28,14 +28,16 @@ from pinfeed import (
     read_rows,
 )
 from pinfeed.errors import (
-    ArgumentError,
     ClosedError,
     RowIndexError,
     UnknownArgument,
     WriteBackError,
 )
+from pinfeed.native import library as native
 from pinfeed.testing import lazy
 from pinfeed.testing.simtorch import SimTorchDevice
+
+needs_native = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
 N, DIM = 12, 3
 TRAINING = [torch.tensor(ids) for ids in ([0, 1, 2], [1, 4], [4, 2, 9], [0, 9], [3, 4])]
@@ -361,7 +363,7 @@ def test_max_norm_changes_the_table_in_training_alone(kind: Any, mode: str, ids:
     assert table.read(np.arange(N)).tolist() == [[1] * DIM] * N
 
 
-@pytest.mark.parametrize("cache", [None, 0.5])
+@pytest.mark.parametrize("cache", [None, pytest.param(0.5, marks=needs_native)])
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_rows_that_are_read_at_any_depth(tmp_path: Path, depth: int, cache: Any) -> None:
     """The table is in a read-only file."""
@@ -373,7 +375,6 @@ def test_rows_that_are_read_at_any_depth(tmp_path: Path, depth: int, cache: Any)
         {table: itself},
         depth=depth,
         device="cpu",
-        look_ahead=1,
         verify=True,
         host_transform=lambda ids: torch.tensor(ids),
     )
@@ -442,8 +443,6 @@ def test_invalid_uses_of_read_rows_are_refused() -> None:
     table = ones()
     with pytest.raises(UnknownArgument, match="give the optimizer to train_rows"):
         read_rows(TESTS, {table: itself}, optimizer=SGD([table]))
-    with pytest.raises(ArgumentError, match="look_ahead=-1"):
-        read_rows(TESTS, {table: itself}, look_ahead=-1)
     with (
         pytest.raises(WriteBackError, match="rows of table were changed in a loop over read_rows"),
         torch.no_grad(),
@@ -457,6 +456,7 @@ def test_invalid_uses_of_read_rows_are_refused() -> None:
     assert longer.read([1]).tolist() == [[1] * DIM]
 
 
+@needs_native
 def test_no_cache_is_made_inside_evaluating(tmp_path: Path) -> None:
     """A checkpoint that is saved there has all changes."""
     table = ones(device_cache=1.0)

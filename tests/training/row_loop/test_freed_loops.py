@@ -34,12 +34,12 @@ class Run:
 
 
 @pytest.mark.parametrize("keeps_table", [True, False])
-@pytest.mark.parametrize("options", [{}, {"depth": 0}, {"depth": 2}, {"depth": 2, "look_ahead": 1}])
+@pytest.mark.parametrize("cache", [None, 64])
+@pytest.mark.parametrize("options", [{}, {"depth": 0}, {"depth": 2}])
 def test_the_last_step_counts_if_a_cycle_of_references_is_freed(
-    options: dict[str, Any], keeps_table: bool
+    options: dict[str, Any], cache: int | None, keeps_table: bool
 ) -> None:
     store = PinnedStore.zeros((11, 2), pin=False)
-    cache = 64 if "look_ahead" in options else None
     table = HostEmbedding(11, 2, name="items", store=store, device_cache=cache)
     run = Run(table, **options)
     for _ in range(STEPS):
