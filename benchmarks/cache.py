@@ -29,7 +29,7 @@ from tabulate import tabulate
 
 from benchmarks.environment import environment, save
 from examples import word2vec
-from pinfeed.pipeline.cache_policy import CachePolicy
+from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
 
 SHARES = (0.01, 0.05, 0.1)
 
@@ -120,7 +120,8 @@ def figures(stream: Stream, capacity: int) -> Record:
     for number, batch in enumerate(stream.batches):
         rows = batch.astype(np.int64)
         begin = time.thread_time_ns()
-        moves = policy.decide(rows)
+        moves = CacheMoves(len(rows))
+        policy.decide(rows, moves)
         cpu_ns[number] = time.thread_time_ns() - begin
         n_in[number] = len(batch) - moves.n_hits
         n_out[number] = n_in[number] - moves.n_admitted + moves.n_evicted

@@ -451,7 +451,7 @@ union pf_cache_row {
 struct pf_cache_slot {
     int64_t row;
     float count;
-    uint32_t last_used; /* the last batch that used the row, modulo 2^32 */
+    uint32_t last_used; /* the last batch that used the row */
 };
 
 struct pf_cache {
@@ -461,7 +461,7 @@ struct pf_cache {
     int64_t capacity;
     int64_t n_used;    /* slots with a row, before all others */
     int64_t hand;      /* the next slot whose row may be evicted */
-    int64_t n_batches; /* that were decided */
+    int64_t n_batches; /* of the loop, so far */
     double use;        /* the count of one use */
 };
 

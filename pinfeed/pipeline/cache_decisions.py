@@ -1,8 +1,8 @@
 """CachedRows and CacheDecisions: the rows of a batch that enter, use and leave a cache.
 
-Reader threads decide, in the order of batches, ahead of the consumer thread. So the rows that the
-device has now are stored separately from those of the policy. They change when the decision about a
-batch is carried out. This is one assignment, so an error or an interrupt is before or after it.
+Reader threads decide, in the order of batches, ahead of the consumer thread. So the device has the
+rows of the policy now, without the last decisions. One assignment notes that the decision about a
+batch is carried out, so an error or an interrupt is before or after it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,17 @@ class CachedRows:
     has_moved: bool = False
     """Whether the rows have entered and left the cache."""
 
+    def undo(self, rows_of_slots: Rows) -> None:
+        """Replace the rows in the slots by those before the decision.
+
+        While the decision is carried out, rows that enter the cache have their old values in the
+        stores, and rows that leave it are in ``evicted_values``.
+        """
+        slots = self.packed_positions
+        rows_of_slots[slots[slice(*self.admitted_slots)]] = -1
+        if not self.may_have_moved:
+            rows_of_slots[slots[slice(*self.evicted_slots)]] = self.evicted
+
     def release(self) -> None:
         """Free the device memory of the rows, because their batch is over."""
         self.positions = None
@@ -76,7 +87,7 @@ class CachedRows:
 
         The ranges below divide them.
         """
-        return self.moves.positions
+        return self.moves.positions[: self.held_slots[1]]
 
     @property
     def gathered(self) -> Rows:
@@ -86,15 +97,11 @@ class CachedRows:
     @property
     def written(self) -> Rows:
         """Rows that the batch writes to the stores: bypassed ones, then evicted ones."""
-        return self.moves.rows[self._n_held :]
-
-    @property
-    def admitted(self) -> Rows:
-        return self.moves.rows[self.moves.n_hits : self._n_held]
+        return self.moves.rows[self._n_held : len(self.rows) + self.moves.n_evicted]
 
     @property
     def evicted(self) -> Rows:
-        return self.moves.rows[len(self.rows) :]
+        return self.written[self.n_bypassed :]
 
     @property
     def n_bypassed(self) -> int:
@@ -145,26 +152,6 @@ class CachedRows:
         return end - self.moves.n_evicted, end
 
 
-class _Slots(NamedTuple):
-    """Slots of the memory of a cache."""
-
-    rows: Rows
-    """The row in each slot; -1 for none."""
-    used: npt.NDArray[np.int32]
-    """Number of the last batch that used the row."""
-
-    def move(self, cached: CachedRows) -> None:
-        """Carry out the decision about a batch.
-
-        During this, rows that enter the cache have their old values in the stores, and rows that
-        leave it are in ``evicted_values``.
-        """
-        slots = cached.packed_positions
-        admitted = slots[slice(*cached.admitted_slots)]
-        self.rows[admitted] = cached.admitted if cached.has_moved else -1
-        self.used[slots[slice(*cached.held_slots)]] = cached.number
-
-
 class CacheDecisions:
     """Decisions about the rows of batches, and the number of decisions that are carried out.
 
@@ -175,9 +162,7 @@ class CacheDecisions:
 
     def __init__(self, n_rows: int, capacity: int) -> None:
         self._policy = CachePolicy(n_rows, capacity)
-        # Slots on the device, before the batches in _kept.
-        self._slots = _Slots(np.full(capacity, -1, np.int64), np.full(capacity, -1, np.int32))
-        # Decided batches: some may have been carried out, and the later ones have not.
+        # Batches whose decisions have not been carried out, perhaps after some others.
         self._kept: deque[CachedRows] = deque()
         self._n_decided = 0
         # Number of decisions carried out since the loop began, and the same number at the last
@@ -191,12 +176,11 @@ class CacheDecisions:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return self._policy.nbytes + self._slots.rows.nbytes + self._slots.used.nbytes
+        return self._policy.nbytes
 
     def begin(self) -> None:
         """Empty the cache for a new loop; no reader thread runs then."""
         self._policy.begin()
-        self._slots.rows[...] = -1
         self._kept.clear()
         self._n_decided = 0
         self._n_done = 0
@@ -209,12 +193,13 @@ class CacheDecisions:
     def decide(self, cache: RowCache, rows: Rows) -> CachedRows:
         """Decide about the next batch, with its distinct rows (reader)."""
         with self._deciding:
-            cached = CachedRows(cache, rows, self._policy.decide(rows), self._n_decided)
+            cached = CachedRows(cache, rows, CacheMoves(len(rows)), self._n_decided)
             self._n_decided += 1
             while self._kept and self._kept[0].has_moved:
-                self._slots.move(self._kept[0])
                 self._kept.popleft()
+            # Before the decision, which an interrupt may follow.
             self._kept.append(cached)
+            self._policy.decide(rows, cached.moves)
         return cached
 
     def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -229,16 +214,18 @@ class CacheDecisions:
     def changed_rows(self) -> tuple[Rows, Positions]:
         """Return the rows that may have changed since the last flush, ascending, and their slots.
 
-        These are rows that the device has now. Reader threads may continue to decide.
+        These are rows that the device has now. Rows that a later batch uses are among them, because
+        its decision has replaced their last use. Reader threads may continue to decide.
         """
         with self._deciding:
-            now = _Slots(self._slots.rows.copy(), self._slots.used.copy())
-            for cached in self._kept:
-                if cached.may_have_moved:
-                    now.move(cached)
-        slots = np.flatnonzero((now.used >= self._n_flushed) & (now.rows >= 0))
-        order = np.argsort(now.rows[slots])
-        return now.rows[slots][order], slots[order].astype(np.int32)
+            rows = self._policy.rows_of_slots.copy()
+            is_changed = self._policy.last_used >= self._n_flushed
+            for cached in reversed(self._kept):
+                if not cached.has_moved:
+                    cached.undo(rows)
+        slots = np.flatnonzero(is_changed & (rows >= 0))
+        order = np.argsort(rows[slots])
+        return rows[slots][order], slots[order].astype(np.int32)
 
     def note_flushed(self) -> None:
         """Note that all changed rows were written (consumer)."""

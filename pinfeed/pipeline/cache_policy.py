@@ -7,7 +7,8 @@ row in that slot was used less. A compiled function decides; see cache.c.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,28 +24,40 @@ _CACHE = np.dtype([*((name, np.int64) for name in _NUMBERS), ("use", np.float64)
 _pack = packing(6)
 
 
-class CacheMoves(NamedTuple):
+class CacheMoves:
     """Rows of one batch by their place, and the rows that enter and leave the cache after its step.
 
     Hits are rows that the cache holds before and after the step. Admitted rows are in the cache
     only after it, and bypassed rows neither before nor after. Rows of one kind ascend. Evicted rows
     leave the cache, and none of them is in the batch. The last admitted rows get their slots, in
-    the same order.
+    the same order. Before the decision, there is no row of any kind.
+
+    Args:
+        n: Number of rows of the batch.
 
     Attributes:
         positions: Positions in the batch of hits, admitted rows and bypassed rows, and then the
-            slots of hits and admitted rows.
-        rows: Row indices of hits, admitted rows, bypassed rows and evicted rows.
-        n_hits: Number of hits.
-        n_admitted: Number of admitted rows.
-        n_evicted: Number of evicted rows.
+            slots of hits and admitted rows. The memory is larger.
+        rows: Row indices of hits, admitted rows, bypassed rows and evicted rows, in larger memory.
+        counts: Numbers of hits, admitted rows and evicted rows.
     """
 
-    positions: npt.NDArray[np.int32]
-    rows: Rows
-    n_hits: int
-    n_admitted: int
-    n_evicted: int
+    def __init__(self, n: int) -> None:
+        self.positions: npt.NDArray[np.int32] = np.empty(3 * n, np.int32)
+        self.rows: Rows = np.empty(2 * n, np.int64)
+        self.counts: npt.NDArray[np.int64] = np.zeros(3, np.int64)
+
+    @functools.cached_property
+    def n_hits(self) -> int:
+        return self.counts.item(0)
+
+    @functools.cached_property
+    def n_admitted(self) -> int:
+        return self.counts.item(1)
+
+    @functools.cached_property
+    def n_evicted(self) -> int:
+        return self.counts.item(2)
 
 
 class CachePolicy:
@@ -75,34 +88,36 @@ class CachePolicy:
     @property
     def rows_of_slots(self) -> Rows:
         """Row index in each slot that is in use."""
-        rows: Rows = self._slots["row"][: int(self._cache["n_used"])]
+        rows: Rows = self._used("row")
         return rows
+
+    @property
+    def last_used(self) -> npt.NDArray[np.uint32]:
+        """Number of the last batch of the loop that used each of these rows."""
+        numbers: npt.NDArray[np.uint32] = self._used("last_used")
+        return numbers
 
     def begin(self) -> None:
         """Empty the cache for a new loop; the counts stay."""
-        rows = self.rows_of_slots
-        self._rows.view(np.float32)[rows] = self._slots["count"][: len(rows)]
+        self._rows.view(np.float32)[self.rows_of_slots] = self._used("count")
         self._cache["n_used"] = 0
+        self._cache["n_batches"] = 0
 
-    def decide(self, rows: Rows) -> CacheMoves:
+    def decide(self, rows: Rows, moves: CacheMoves) -> None:
         """Decide for the next batch.
 
         Args:
             rows: Distinct row indices, ascending, shape (n,).
+            moves: Receives the decision, in one step that no signal handler interrupts.
         """
         rows = np.ascontiguousarray(rows, np.int64)
-        n = len(rows)
-        positions = np.empty(3 * n, np.int32)
-        moved = np.empty(2 * n, np.int64)
-        counts = np.empty(3, np.int64)
-        outputs = [array.ctypes.data for array in (positions, moved, counts)]
-        self._decide(_pack(self._cache.ctypes.data, rows.ctypes.data, n, *outputs))
-        n_hits, n_admitted, n_evicted = counts.tolist()
-        n_held = n_hits + n_admitted
-        return CacheMoves(
-            positions[: n + n_held], moved[: n + n_evicted], n_hits, n_admitted, n_evicted
-        )
+        outputs = [array.ctypes.data for array in (moves.positions, moves.rows, moves.counts)]
+        self._decide(_pack(self._cache.ctypes.data, rows.ctypes.data, len(rows), *outputs))
 
     def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return for each row whether the cache holds it after the decisions so far, shape (n,)."""
         return self._rows.take(rows) < 0
+
+    def _used(self, name: str) -> Any:
+        """Return a field of the slots that are in use."""
+        return self._slots[name][: self._cache["n_used"]]

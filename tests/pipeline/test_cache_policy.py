@@ -21,17 +21,34 @@ def row_array(rows: Any) -> np.ndarray:
     return np.array(sorted(rows), np.int64)
 
 
-def decisions(tested: CachePolicy, batches: Sequence[Any]) -> Iterator[CacheMoves]:
+class Moves(CacheMoves):
+    """The moves of a batch, and the used parts of their memory."""
+
+    def __init__(self, tested: CachePolicy, batch: Any) -> None:
+        rows = row_array(batch)
+        super().__init__(len(rows))
+        tested.decide(rows, self)
+        self.positions, self.slots, _ = np.split(
+            self.positions, [len(rows), len(rows) + self.n_hits + self.n_admitted]
+        )
+        self.rows, self.evicted, _ = np.split(self.rows, [len(rows), len(rows) + self.n_evicted])
+
+    @property
+    def all(self) -> list[Any]:
+        arrays = self.positions, self.slots, self.rows, self.evicted, self.counts
+        return [array.tolist() for array in arrays]
+
+
+def decisions(tested: CachePolicy, batches: Sequence[Any]) -> Iterator[Moves]:
     """Run a loop, and yield the moves of each batch."""
     tested.begin()
     for rows in batches:
-        yield tested.decide(row_array(rows))
+        yield Moves(tested, rows)
 
 
 def everything(tested: CachePolicy, batches: Sequence[Any]) -> list[Any]:
     """Return all moves of a loop, and the rows in the slots at its end."""
-    found = [(moves[0].tolist(), moves[1].tolist()) for moves in decisions(tested, batches)]
-    return [*found, tested.rows_of_slots.tolist()]
+    return [*(moves.all for moves in decisions(tested, batches)), tested.rows_of_slots.tolist()]
 
 
 def n_hits(tested: CachePolicy, batches: Sequence[Any]) -> list[int]:
@@ -44,19 +61,17 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.slots: dict[int, int] = {}
+        self.last_used: dict[int, int] = {}
 
-    def move(self, batch: set[int], moves: CacheMoves) -> None:
+    def move(self, number: int, batch: set[int], moves: Moves) -> None:
         """Check that the moves fit the batch and the slots, and apply them."""
         rows = row_array(batch)
-        assert [moves.positions.dtype, moves.rows.dtype] == [np.int32, np.int64]
         n_held = moves.n_hits + moves.n_admitted
-        positions, slots = np.split(moves.positions, [len(rows)])
-        assert sorted(positions) == list(range(len(rows)))
-        for ascending in np.split(positions, [moves.n_hits, n_held]):
+        slots, moved, evicted = moves.slots, moves.rows, moves.evicted
+        assert sorted(moves.positions) == list(range(len(rows)))
+        for ascending in np.split(moves.positions, [moves.n_hits, n_held]):
             assert (np.diff(ascending) > 0).all()
-        moved, evicted = np.split(moves.rows, [len(rows)])
-        assert moved.tolist() == rows[positions].tolist()
-        assert [len(slots), len(evicted)] == [n_held, moves.n_evicted]
+        assert moved.tolist() == rows[moves.positions].tolist()
 
         hits, admitted, _ = np.split(moved, [moves.n_hits, n_held])
         assert set(hits) == batch & set(self.slots)
@@ -69,11 +84,13 @@ class Model:
         first = len(self.slots) + len(freed)
         assert [*range(first, first + n_free), *freed] == slots[moves.n_hits :].tolist()
         self.slots |= zip(admitted.tolist(), slots[moves.n_hits :].tolist(), strict=True)
+        self.last_used |= dict.fromkeys(slots.tolist(), number)
 
     def compare(self, tested: CachePolicy) -> None:
         """Compare the rows of the policy with the model."""
         rows = {slot: row for row, slot in self.slots.items()}
         assert tested.rows_of_slots.tolist() == [rows[slot] for slot in range(len(rows))]
+        assert tested.last_used.tolist() == [self.last_used[slot] for slot in range(len(rows))]
         held = np.flatnonzero(tested.contains(np.arange(N_ROWS)))
         assert held.tolist() == sorted(self.slots)
 
@@ -84,20 +101,11 @@ def test_moves_are_consistent(loops: list[list[set[int]]], capacity: int) -> Non
     for batches in loops:
         model = Model(capacity)
         found = []
-        for batch, moves in zip(batches, decisions(tested, batches), strict=True):
-            model.move(batch, moves)
+        for number, moves in enumerate(decisions(tested, batches)):
+            model.move(number, batches[number], moves)
             model.compare(tested)
-            found.append((moves[0].tolist(), moves[1].tolist()))
+            found.append(moves.all)
         assert everything(again, batches) == [*found, tested.rows_of_slots.tolist()]
-
-
-def test_rows_of_a_batch_stay_after_many_batches() -> None:
-    tested = CachePolicy(N_ROWS, 2)
-    tested.begin()
-    tested._cache["n_batches"] = 2**32 - 2
-    model = Model(2)
-    for batch in [{0, 1, 2}, {2, 3, 4}, {5, 6, 7}, {8, 9, 10}]:
-        model.move(batch, tested.decide(row_array(batch)))
 
 
 def test_a_whole_table_is_never_evicted() -> None:
@@ -188,7 +196,7 @@ def test_decisions_equal_those_of_the_plain_policy(n_rows: int, capacity: int, s
     tested.begin()
     for _ in range(100):
         batch = np.sort(rng.choice(n_rows, size, replace=False))
-        tested.decide(batch)
+        Moves(tested, batch)
         assert tested.rows_of_slots.tolist() == plain.decide(batch.tolist())
 
 

@@ -29,11 +29,13 @@ class RandomPolicy:
 
     def begin(self) -> None:
         self.rows_of_slots = np.full(self.capacity, -1, np.int64)
+        self.last_used = np.zeros(self.capacity, np.int64)
+        self._n = 0
 
     def contains(self, rows: np.ndarray) -> Any:
         return np.isin(rows, self.rows_of_slots)
 
-    def decide(self, rows: np.ndarray) -> CacheMoves:
+    def decide(self, rows: np.ndarray, moves: CacheMoves) -> None:
         is_hit = self.contains(rows)
         hits, misses = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
         slot_of = {row: slot for slot, row in enumerate(self.rows_of_slots.tolist())}
@@ -46,13 +48,14 @@ class RandomPolicy:
         evicted_rows = self.rows_of_slots[slots[len(free) :]]
         self.rows_of_slots[slots] = rows[admitted]
         positions = np.concatenate([hits, admitted, np.setdiff1d(misses, admitted)])
-        return CacheMoves(
-            np.concatenate([positions, hit_slots, slots]).astype(np.int32),
-            np.concatenate([rows[positions], evicted_rows]),
-            len(hits),
-            len(admitted),
-            len(evicted_rows),
+        held = np.concatenate([hit_slots, slots]).astype(np.int64)
+        self.last_used[held] = self._n
+        self._n += 1
+        moves.positions[: len(rows) + len(held)] = np.concatenate([positions, held])
+        moves.rows[: len(rows) + len(evicted_rows)] = np.concatenate(
+            [rows[positions], evicted_rows]
         )
+        moves.counts[:] = len(hits), len(admitted), len(evicted_rows)
 
     def _some(self, numbers: np.ndarray) -> np.ndarray:
         """Return none, some or all of the numbers, in any order."""
