@@ -197,7 +197,7 @@ class CacheDecisions:
             self._n_decided += 1
             while self._kept and self._kept[0].has_moved:
                 self._kept.popleft()
-            # Before the decision, which an interrupt may follow.
+            # Before the decision, because an interrupt or a signal handler may follow it.
             self._kept.append(cached)
             self._policy.decide(rows, cached.moves)
         return cached

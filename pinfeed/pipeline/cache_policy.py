@@ -7,7 +7,6 @@ row in that slot was used less. A compiled function decides; see cache.c.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -47,15 +46,15 @@ class CacheMoves:
         self.rows: Rows = np.empty(2 * n, np.int64)
         self.counts: npt.NDArray[np.int64] = np.zeros(3, np.int64)
 
-    @functools.cached_property
+    @property
     def n_hits(self) -> int:
         return self.counts.item(0)
 
-    @functools.cached_property
+    @property
     def n_admitted(self) -> int:
         return self.counts.item(1)
 
-    @functools.cached_property
+    @property
     def n_evicted(self) -> int:
         return self.counts.item(2)
 

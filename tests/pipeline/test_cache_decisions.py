@@ -71,6 +71,21 @@ def test_an_interrupt_after_a_decision_loses_no_row(
     assert changed(decisions) == ([3, 4], [0, 1])
 
 
+def test_a_signal_handler_before_a_decision_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = begun()
+    policy = decisions._policy
+    decided = policy.decide
+
+    def handled(*args: Any) -> None:
+        assert changed(decisions) == ([3, 4], [0, 1])
+        decided(*args)
+
+    monkeypatch.setattr(policy, "decide", handled)
+    later = decide(decisions, 5, 6)
+    assert later.evicted.tolist() == [3, 4]
+    assert changed(decisions) == ([3, 4], [0, 1])
+
+
 def test_slots_that_may_be_overwritten_are_not_read() -> None:
     """The stores have the rows that enter, and the batch has those that leave."""
     decisions = begun()
