@@ -49,11 +49,9 @@ device memory is new each time, because the user owns a batch from the moment it
                                             write: held -> staging       staged
                                             write: held -> store         direct
                                             arrived = write.record()
-                                                             finish_write:       staged
+                                                             finish_write:
                                                                  arrived.sync()         (8)
-                                                                 staging -> store
-                                     end_write:                                  direct
-                                            arrived.sync()        (8)
+                                                                 staging -> store    staged
     quiesce:                         read.record().sync()           (9)
                                      transform.record().sync()      (12)
 
@@ -68,7 +66,7 @@ Each wait prevents a hazard:
         that the device writes itself must not overtake the scatter of the last write, which may
         also fail
     (7) the values may not be computed yet
-    (8) the values may not have arrived yet, in staging memory or in the stores
+    (8) the values may not have arrived yet
     (9) copies may still write memory that was not lent; if an interrupt or an error kept a begun
         write from being finished, its copies may still use memory that is about to be freed; the
         consumer may queue copies after another thread has waited for the earlier ones
@@ -465,10 +463,6 @@ class Transfer(Writer):
             if pending.arrived is not None:
                 pending.arrived.sync()  # the values may not have arrived yet
                 del self._begun[pending.number]
-                for number, other in tuple(self._begun.items()):
-                    # The write stream has made these before.
-                    if number < pending.number and self.ends_on_device(other):
-                        self.end_write(other)
             if pending.error is not None:
                 raise pending.error
             if log.completed != pending.write.number:
@@ -484,41 +478,14 @@ class Transfer(Writer):
             pending.error = None
             raise
         log.completed = pending.write.number + 1
-        last_s = self._count_write(pending)
-        if self._timeline is not None:
-            began_s = pending.started_s if pending.begun is None else pending.begun.at_s()
-            self._timeline.add("write", pending.batch, max(began_s, last_s), self._written_s)
-
-    def ends_on_device(self, pending: PendingWrite) -> bool:
-        """Return whether the copies of a begun write are all of it (consumer)."""
-        return not (pending.staged or pending.error or self._timed)
-
-    def is_arrived(self, pending: PendingWrite) -> bool:
-        """Return whether the copies of a write are done (any thread)."""
-        return pending.arrived is None or pending.arrived.is_done()
-
-    def end_write(self, pending: PendingWrite) -> None:
-        """Wait for a write whose copies are all of it, and note its end (any thread).
-
-        It may be called again, at the same time, too.
-        """
-        assert pending.arrived is not None
-        pending.arrived.sync()  # the rows may not be written yet
-        if self._begun.pop(pending.number, None) is None:
-            return
-        log = pending.log
-        # The write stream makes the writes in order.
-        log.completed = max(log.completed, pending.write.number + 1)
-        self._count_write(pending)
-
-    def _count_write(self, pending: PendingWrite) -> float:
-        """Count the time of a write that has ended; return when the one before it had ended."""
         now = self.counters.now()
         # The time in which two writes overlap counts only once.
         last_s = self._written_s
         self._written_s = now
         self.counters.counts.write_s += now - max(pending.started_s, last_s)
-        return last_s
+        if self._timeline is not None:
+            began_s = pending.started_s if pending.begun is None else pending.begun.at_s()
+            self._timeline.add("write", pending.batch, max(began_s, last_s), now)
 
     def abandon_write(self, pending: PendingWrite) -> None:
         """Wait for the copies of a write-back that no thread finishes (consumer)."""

@@ -81,33 +81,6 @@ class WriteErrors:
                 del failure
 
 
-class DeviceWrite:
-    """A write-back that the device makes itself, which no thread finishes.
-
-    Any thread may wait for it, several ones and a signal handler at the same time.
-
-    Args:
-        writer: Writer of the loop.
-        write: The write-back, which was begun.
-    """
-
-    def __init__(self, writer: Any, write: PendingWrite) -> None:
-        self._writer = writer
-        self._write = write
-
-    def done(self) -> bool:
-        """Return whether the device has made it."""
-        return bool(self._writer.is_arrived(self._write))
-
-    def exception(self) -> BaseException | None:
-        """Wait for the device, and return its error, if it has failed."""
-        try:
-            self._writer.end_write(self._write)
-        except Exception as error:
-            return error
-        return None
-
-
 class WriteQueue(WriteErrors):
     """Write-backs that the writer thread has not completed, oldest first.
 
@@ -126,7 +99,7 @@ class WriteQueue(WriteErrors):
         self._writer = writer
         self._counters = writer.counters
         self._limit = limit
-        self._calls: deque[Pending[None] | DeviceWrite] = deque()
+        self._calls: deque[Pending[None]] = deque()
         self.adding = threading.RLock()
         """Lock that is held from taking values of a cache until they are queued.
 
@@ -205,8 +178,8 @@ class WriteQueue(WriteErrors):
         # The loop has waited for the write.
         self._counters.count_write_wait(start, idle=is_idle, batch=write.batch)
 
-    def _submit(self, write: PendingWrite) -> Pending[None] | DeviceWrite:
-        """Begin a write-back, and submit the rest; return what waits for it."""
+    def _submit(self, write: PendingWrite) -> Pending[None]:
+        """Begin a write-back, and submit the rest; return this call."""
         writer: Any = self._writer
         threads = self._threads
         if writer.device.unified or threads.is_in_pool:
@@ -215,8 +188,6 @@ class WriteQueue(WriteErrors):
             return threads.submit_write(write.batch, writer.write_to_stores, write)
         # Only a copy of a deque is safe while another thread, which closes the feeder, changes it.
         writer.begin_write(write, tuple(self._calls.copy())[-2:])
-        if writer.ends_on_device(write):
-            return DeviceWrite(writer, write)
         try:
             return threads.submit_write(
                 write.batch, writer.finish_write, write, threads.scatter_all

@@ -199,17 +199,16 @@ def test_nothing_moves_after_an_interrupt_between_the_two_steps(
 ) -> None:
     """The copies of the second write-back are queued, and then no call waits for their end."""
     n_left = 1
-    ends_on_device = Transfer.ends_on_device
+    submit = LoopThreads.submit_write
 
     def interrupted(self: Any, *args: Any) -> Any:
         nonlocal n_left
         n_left -= 1
         if n_left < 0:
             raise KeyboardInterrupt
-        return ends_on_device(self, *args)
+        return submit(self, *args)
 
-    # The first step after the copies are queued.
-    monkeypatch.setattr(Transfer, "ends_on_device", interrupted)
+    monkeypatch.setattr(LoopThreads, "submit_write", interrupted)
     device = SimDevice(lazy, direct=direct)
     with pytest.raises(KeyboardInterrupt):
         added_up(device, EVERY_ROW)
