@@ -64,6 +64,8 @@ class DirectAccess:
         raise NotImplementedError
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        # Stores of earlier feeders are not kept.
+        self._movers.clear()
         reached = [store for store in stores if self.can_reach(store)]
         if wanted == "direct" and len(reached) < len(stores):
             other = next(store for store in stores if store not in reached)

@@ -115,8 +115,8 @@ class CudaDriver:
         """Raise torch's own error, if the GPU has failed, or else a DeviceError."""
         torch.cuda.synchronize(self._device)
         raise DeviceError(
-            f"a call of the CUDA driver on {self._device} failed with error {code}, while a batch "
-            "was copied; the loop has ended"
+            f"a call of the CUDA driver on {self._device} failed with error {code}, while rows or "
+            "a batch were moved; leave the loop"
         )
 
     def _new_event(self) -> int:

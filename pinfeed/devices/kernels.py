@@ -258,7 +258,6 @@ class RowKernels:
 
     Raises:
         ImportError: If CuPy is not installed.
-        AttributeError: If CuPy is older than version 14.
     """
 
     def __init__(self, index: int) -> None:
@@ -315,7 +314,6 @@ class CudaModule:
 
     Raises:
         ImportError: If CuPy is not installed.
-        AttributeError: If CuPy is older than version 14.
     """
 
     def __init__(

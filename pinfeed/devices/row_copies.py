@@ -131,12 +131,13 @@ class RowCopyKernel:
 
     Raises:
         ImportError: If CuPy is not installed.
-        AttributeError: If CuPy is older than version 14.
     """
 
     def __init__(self, index: int, driver: CudaDriver) -> None:
         self._driver = driver
-        self._kernel = CudaModule(index, SOURCE, OPTIONS, [_NAME]).handle(_NAME)
+        # It keeps the kernel loaded.
+        self._module = CudaModule(index, SOURCE, OPTIONS, [_NAME])
+        self._kernel = self._module.handle(_NAME)
         n_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self._most_blocks = _BLOCKS_PER_MULTIPROCESSOR * n_multiprocessors
 

@@ -132,7 +132,7 @@ class RowWriter:
 
     @property
     def error(self) -> int:
-        """Error of the driver, after which all writes are refused; 0 for none."""
+        """Error of the driver, after which nothing is written; 0 for none."""
         return int(self._written.error)
 
     @property

@@ -110,7 +110,6 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
         device=device,
         log=log,
         begin_write=lambda pending, earlier: None,
-        ends_on_device=lambda pending: False,
         finish_write=lambda pending, scatter_all: clock.pass_s(1.0),
     )
     threads = OtherThreads(device, PrefetchSchedule(1), is_named=False)
