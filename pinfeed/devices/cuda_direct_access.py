@@ -88,7 +88,8 @@ class DirectAccess:
                     f"route='direct': {self.name} needs pinfeed's compiled part and the CUDA "
                     "driver, which `pinfeed doctor` looks for; leave route out"
                 )
-            return STAGED, "page-locked rows are staged without the compiled part"
+            needs = "a GPU reads them only with the compiled part and the CUDA driver"
+            return STAGED, f"page-locked rows are staged: {needs}"
         try:
             # Compiled now, so that an error is raised here and not in a reader thread.
             _ = self.kernels
@@ -176,13 +177,9 @@ class DirectAccess:
         stream: CudaStream,
         indices: torch.Tensor | None = None,
     ) -> None:
-        if not len(rows):
-            return
-        if not all(_is_aligned(tensor) for _, tensor in values):
-            # Values of the user may have any layout, and begin anywhere in their memory.
-            with queued_in(stream.raw):
-                values = [(store, _aligned(tensor)) for store, tensor in values]
-        self._move("scatter", values, rows, stream, indices)
+        if len(rows):
+            tables = [(store, _aligned(tensor, stream)) for store, tensor in values]
+            self._move("scatter", tables, rows, stream, indices)
 
     def _move(
         self,
@@ -259,17 +256,16 @@ def is_in_order(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether kernels can read the values of a tensor, by words of any size."""
-    return not tensor.data_ptr() % WIDEST_WORD and is_in_order(tensor)
+def _aligned(values: torch.Tensor, stream: CudaStream) -> torch.Tensor:
+    """Return values as kernels can read them in a stream, by words of any size.
 
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor as kernels can read them."""
-    if _is_aligned(tensor):
-        return tensor
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format)
+    Values of the user may have any layout, and begin anywhere in their memory.
+    """
+    if not values.data_ptr() % WIDEST_WORD and is_in_order(values):
+        return values
+    with queued_in(stream.raw):
+        plain = values.detach().resolve_conj().resolve_neg()
+        return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _index_dtype(stores: Sequence[Store]) -> np.dtype[Any]:

@@ -61,7 +61,7 @@ class Library:
         self.free_engine = _function(releasing, "pf_api_engine_free")
         self.open_writer = _function(releasing, "pf_api_writer_open")
         self.start_writer = _function(releasing, "pf_api_writer_start")
-        self.write = _function(holding, "pf_api_writer_write")
+        self.queue_write = _function(holding, "pf_api_writer_write")
         self.step_writer = _function(releasing, "pf_api_writer_step")
         self.wait_write = _function(releasing, "pf_api_writer_wait")
         self.is_write_computed = _function(holding, "pf_api_writer_is_computed")

@@ -174,7 +174,7 @@ class RowWriter:
         self._memory[number] = memory
         # No Python of any thread runs between the first and the last step of this call, which also
         # counts the write. An interrupt after it changes nothing.
-        code = self._library.write(request)
+        code = self._library.queue_write(request)
         if not code:
             return
         self._memory.pop(number, None)

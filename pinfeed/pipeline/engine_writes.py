@@ -84,19 +84,19 @@ class EngineWrites(WriteErrors):
         values: Sequence[Sequence[Tensor | None] | None],
         batch: int,
         *,
-        copied: bool = True,
-        check: bool = True,
+        copied: bool,
+        check: bool,
     ) -> None:
         """Queue values of a batch, as ``WriteQueue.write`` does (consumer); all are copied."""
         (group,), (tensors,) = groups, values
         self.require_running()
         writer = self._threads.row_writer or self._threads.open_row_writer(self._opened)
         most_pending = max(0, self._limit - 1)
-        start = self._counters.now()
-        has_waited = writer.n_pending > most_pending
-        if has_waited:
+        waited_s = 0.0
+        if writer.n_pending > most_pending:
+            start = self._counters.now()
             writer.wait(most_pending)
-        waited_s = self._counters.now() - start
+            waited_s = self._counters.now() - start
         if check:
             self.check()
         n = len(group.rows)
@@ -117,7 +117,7 @@ class EngineWrites(WriteErrors):
         memory = group.rows, held
         rows = group.rows.ctypes.data
         writer.write(compute.handle, rows, n, layout.offsets, values_at, held_at, memory)
-        if self._limit and not has_waited:
+        if self._limit and not waited_s:
             return
         # A wait costs nothing while the device still computes the values.
         is_idle = writer.is_computed()

@@ -1,5 +1,7 @@
 """Copies of rows of page-locked stores, tested in host memory without a GPU."""
 
+import contextlib
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,13 @@ import torch
 from support.launches import Launching, moves_of
 
 from pinfeed import PinnedStore
+from pinfeed.devices import cuda_direct_access
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.kernels import Grid
 from pinfeed.devices.route import Route
+from pinfeed.errors import DeviceError
 from pinfeed.stores.host_rows import StoreRows
+from pinfeed.testing.sim_driver import MOVES
 
 LONG = 32 << 10
 DIRECT = Route(Grid(4), True, "")
@@ -37,7 +42,7 @@ def table(n_rows: int, row_nbytes: int) -> PinnedStore:
 
 
 def stream() -> Any:
-    return SimpleNamespace(handle=0)
+    return SimpleNamespace(handle=0, raw=None)
 
 
 @pytest.mark.parametrize("rows", [[3, 4, 5, 6], [7], [8, 9]], ids=str)
@@ -79,3 +84,34 @@ def test_row_indices_that_kernels_need(n_rows: int, row_nbytes: int, wanted: Any
     assert device.index_dtype([store], rows[:0]) is None
     short: Any = SimpleNamespace(n_rows=10, row_shape=(), dtype=np.dtype(np.float32))
     assert device.index_dtype([store, short], rows) == wanted
+
+
+def test_without_a_driver_rows_are_staged() -> None:
+    device = HostMemory(DIRECT)
+    device.engine_driver = None
+    store = table(10, 24)
+    store.page_locked = True
+    assert "only with the compiled part" in device.choose_route([store], 5, None)
+    assert not device.reaches(store)
+    with pytest.raises(DeviceError, match="needs pinfeed's compiled part"):
+        device.choose_route([store], 5, "direct")
+
+
+@pytest.mark.parametrize("begin", [0, 1, 4])
+def test_kernels_read_aligned_values(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of the user may have any layout, and begin anywhere in their memory."""
+    monkeypatch.setattr(cuda_direct_access, "queued_in", lambda raw: contextlib.nullcontext())
+    read: list[bytes] = []
+
+    def run(name: str, n_blocks: int, n_threads: int, moves: np.ndarray) -> int:
+        address = int(moves.view(MOVES)[0]["tables"]["packed"][0])
+        assert not address % 16
+        read.append(ctypes.string_at(address, 48))
+        return 0
+
+    device, rows = HostMemory(DIRECT), np.array([4, 2])
+    device.engine_driver = Launching(run)
+    whole = torch.arange(200, dtype=torch.uint8)
+    for values in (whole[begin : begin + 48].view(2, 24), whole[begin : begin + 48].view(24, 2).T):
+        device.write([(table(10, 24), values)], rows, stream(), torch.from_numpy(rows))
+        assert read[-1] == values.numpy().tobytes()

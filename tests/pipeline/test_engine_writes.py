@@ -299,7 +299,7 @@ def test_after_an_error_nothing_is_written(
         assert n_accepted >= n_whole
         for array in rows.values():
             assert (array[: 2 * n_whole] == 1).all()
-            # What the GPU has written itself of the write that failed may remain.
+            # Rows that the GPU writes itself may remain of the write that failed.
             begin = 2 * n_whole + 2 * (reached != "nothing")
             assert (array[begin:] == 0).all()
         # Another loop works.
@@ -334,16 +334,16 @@ def test_an_interrupt_after_the_call_changes_nothing(
     """The program catches the interrupts, and its loop continues."""
     found = native.library()
     assert found is not None
-    write = found.write
+    queue_write = found.queue_write
     n_calls = itertools.count()
 
     def interrupted(request: bytes) -> int:
-        code = write(request)
+        code = queue_write(request)
         if next(n_calls) % 3:
             raise KeyboardInterrupt
         return code
 
-    monkeypatch.setattr(found, "write", interrupted)
+    monkeypatch.setattr(found, "queue_write", interrupted)
     device = SimDevice(choose, has_engine=True)
     x = np.arange(80.0).reshape(40, 2)
     with Feeder(x, batch_size=4, depth=depth, device=device) as feeder:
