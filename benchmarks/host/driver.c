@@ -126,16 +126,25 @@ int sim_copy(void *to, const void *from, size_t nbytes, void *stream)
     return add(stream, now_ns(), LINK_LATENCY + (int64_t)nbytes / LINK_RATE);
 }
 
-/* Moves rows by row indices of int32, as the kernels do (pinfeed/devices/kernels.py). */
-static int64_t move_rows(const struct pf_moves *all, int is_write)
+/* Handles of kernels; those of rows have the form of the row indices in addition. */
+enum { GATHER = 1, SCATTER, COPY_ROWS, KIND = 3, INT64 = 4, PAIR = 8 };
+
+/* Moves rows, as the kernels do (pinfeed/devices/kernels.py). */
+static int64_t move_rows(const struct pf_moves *all, int kernel)
 {
+    const int is_write = (kernel & KIND) == SCATTER;
+    const int64_t *const wide = all->indices;
+    const struct pf_pair *const pairs = all->indices;
+    const int32_t *const rows = all->indices;
     int64_t nbytes = 0;
     for (uint32_t t = 0; t < all->n_tables; t++) {
         const size_t row_nbytes = all->tables[t].row_nbytes;
         nbytes += (int64_t)(all->n_rows * row_nbytes);
         for (uint32_t i = 0; moves && i < all->n_rows; i++) {
-            char *const packed = all->tables[t].packed + i * row_nbytes;
-            char *const row = all->tables[t].rows + ((const int32_t *)all->indices)[i] * row_nbytes;
+            const int64_t at = kernel & INT64 ? wide[i] : kernel & PAIR ? pairs[i].row : rows[i];
+            const uint32_t place = kernel & PAIR ? (uint32_t)pairs[i].place : i;
+            char *const packed = all->tables[t].packed + place * row_nbytes;
+            char *const row = all->tables[t].rows + (size_t)at * row_nbytes;
             memcpy(is_write ? row : packed, is_write ? packed : row, row_nbytes);
         }
     }
@@ -160,9 +169,6 @@ static void copy_rows(const struct row_copy *copy)
                row_nbytes);
 }
 
-/* Handles of kernels. */
-enum { GATHER = 1, SCATTER, COPY_ROWS };
-
 int sim_launch(void *kernel, unsigned n_blocks, unsigned n_y, unsigned n_z, unsigned n_threads,
                unsigned t_y, unsigned t_z, unsigned shared, void *stream, void **arguments,
                void **extra)
@@ -174,7 +180,7 @@ int sim_launch(void *kernel, unsigned n_blocks, unsigned n_y, unsigned n_z, unsi
         for (unsigned i = 0; i < n_y; i++)
             copy_rows((const struct row_copy *)arguments[0] + i);
     else
-        nbytes = move_rows(arguments[0], (intptr_t)kernel == SCATTER);
+        nbytes = move_rows(arguments[0], (int)(intptr_t)kernel);
     return add(stream, now_ns(), LINK_LATENCY + nbytes / LINK_RATE);
 }
 

@@ -156,7 +156,9 @@ class Module:
 
     def handle(self, name: str) -> int:
         """Return the handle of a kernel."""
-        return 1 + ("gather", "scatter", "copy").index(name.partition("_")[0])
+        words = name.split("_")
+        kind = 1 + ("gather", "scatter", "copy").index(words[0])
+        return kind + {"int64": 4, "pair": 8}.get(words[-1], 0)
 
 
 def choose_route(device: Any, stores: Any, n_rows: int, wanted: str | None) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
-from pinfeed.devices.kernels import WIDEST_WORD, Grid, RowKernels
+from pinfeed.devices.kernels import THICK, WIDEST_WORD, Grid, RowKernels
 from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
 from pinfeed.devices.route_benchmark import MatrixProducts, grids_of, measure
 from pinfeed.errors import DeviceError, described
@@ -191,32 +191,42 @@ class DirectAccess:
     ) -> None:
         """Queue the move of rows from or to their tables."""
         stores = tuple(store for store, _ in tables)
-        run = run_of(rows)
+        is_paired = indices is not None and indices.ndim == 2
+        run = None if is_paired else run_of(rows)
         if run is None and indices is None:
             with queued_in(stream.raw):
                 # Allocated in this stream, so that its memory is reused only after the launches.
                 indices = self._upload(rows, _index_dtype(stores))
         assert self.engine_driver is not None
-        mover = self._mover(kind, stores, 4 if indices is None else indices.element_size())
+        index_nbytes = 4 if indices is None else indices.element_size()
+        mover = self._mover(kind, stores, index_nbytes, paired=is_paired)
         mover(
             self.engine_driver,
             stream.handle,
             -1 if run is None else run.start,
-            len(rows),
+            len(rows if indices is None else indices),
             0 if indices is None else indices.data_ptr(),
             [tensor.data_ptr() for _, tensor in tables],
         )
 
     def _mover(
-        self, kind: RowDirection, stores: tuple[PinnedStore, ...], index_nbytes: int
+        self,
+        kind: RowDirection,
+        stores: tuple[PinnedStore, ...],
+        index_nbytes: int,
+        *,
+        paired: bool,
     ) -> RowMover:
         """Return what queues moves of the rows of stores."""
         # Another feeder on this device may have chosen the staged route since.
         grid = self.route.grid or _GRID
-        key = (kind, grid, index_nbytes, *stores)
+        if paired and grid.n_threads != THICK:
+            grid = _GRID
+        key = (kind, grid, index_nbytes, paired, *stores)
         mover = self._movers.get(key)
         if mover is None:
-            moves = self.kernels.moves(kind, dict(enumerate(stores)), grid, index_nbytes)
+            numbered = dict(enumerate(stores))
+            moves = self.kernels.moves(kind, numbered, grid, index_nbytes, paired=paired)
             self._movers[key] = mover = RowMover(moves, kind)
         return mover
 

@@ -18,6 +18,8 @@ from pinfeed.native.engine import Engine
 from pinfeed.native.library import Library, library, packing
 from pinfeed.native.writer import RowWriter
 
+ROW_COPY_FIELDS = 6
+"""Fields of ``pf_row_copy`` of pinfeed.h."""
 _pack_1 = packing(1)
 _pack_2 = packing(2)
 _pack_3 = packing(3)
@@ -86,26 +88,21 @@ class CudaDriver:
         """Queue a copy between two addresses, of which one is page-locked memory of the host."""
         self._check(self._library.queue_copy(_pack_5(self.address, to, source, nbytes, stream)))
 
-    def launch(
-        self,
-        kernel: int,
-        grid: tuple[int, int],
-        n_threads: int,
-        stream: int,
-        argument: Sequence[int],
+    def copy_rows(
+        self, kernel: int, n_threads: int, most_blocks: int, stream: int, copies: Sequence[int]
     ) -> None:
-        """Queue a kernel.
+        """Queue copies of rows between tensors of the GPU.
 
         Args:
-            kernel: Handle of the kernel.
-            grid: Number of blocks in both directions.
+            kernel: Handle of the kernel of row_copies.py.
             n_threads: Threads of a block.
+            most_blocks: Largest number of blocks of a copy.
             stream: Handle of the stream.
-            argument: The kernel's argument, in 64 bits each.
+            copies: The fields of each copy: ``pf_row_copy`` of pinfeed.h.
         """
-        pack = packing(6 + len(argument))
-        request = pack(self.address, kernel, *grid, n_threads, stream, *argument)
-        self._check(self._library.launch(request))
+        n = len(copies) // ROW_COPY_FIELDS
+        request = (self.address, kernel, stream, n_threads, most_blocks, n, *copies)
+        self._check(self._library.copy_rows(packing(len(request))(*request)))
 
     def free(self, event: int) -> None:
         """Use an event again."""

@@ -245,7 +245,8 @@ class Device(Protocol):
         Args:
             parts: The parts, each with its tensor.
             stream: Stream of the reads.
-            indices: Row indices of the parts, on the device, in the dtype of ``index_dtype``; if
+            indices: Row indices of the parts on the device, as int64 or in the dtype of
+                ``index_dtype``; or the rows to read, each with its place, int32, shape (m, 2). If
                 given, all parts are these rows of stores.
         """
         ...
@@ -263,7 +264,7 @@ class Device(Protocol):
             values: Stores, each with the values of the rows.
             rows: Row indices, shape (n,).
             stream: Stream of the writes.
-            indices: The row indices on the device, in the dtype of ``index_dtype``.
+            indices: The row indices on the device, as int64 or in the dtype of ``index_dtype``.
         """
 
     def share(self, tensor: Tensor, stream: Any) -> None:

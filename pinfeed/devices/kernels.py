@@ -272,6 +272,8 @@ class RowKernels:
         stores: Mapping[int, PinnedStore],
         grid: Grid,
         index_nbytes: int | None = None,
+        *,
+        paired: bool = False,
     ) -> RowMoves:
         """Return how compiled functions queue moves of the rows of stores.
 
@@ -282,12 +284,14 @@ class RowKernels:
                 could use.
             index_nbytes: Bytes of a row index. With None, the result says in which form it needs
                 the row indices.
+            paired: Whether the indices are pairs of a row and its place, for rows that are
+                gathered by thick blocks.
         """
         tables = [
             Table(store.array.ctypes.data, row_nbytes(store), k) for k, store in stores.items()
         ]
         n_rows = max(store.n_rows for store in stores.values())
-        shift = -1
+        shift = 0 if paired else -1
         if kind == "gather" and grid.n_threads == THICK and index_nbytes is None:
             shift = sort_shift(n_rows, max(table.row_nbytes for table in tables))
         index_nbytes = index_nbytes or (4 if n_rows < 1 << 31 else 8)

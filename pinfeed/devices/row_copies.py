@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver, cuda_driver
 from pinfeed.devices.device import RowCopy
-from pinfeed.devices.kernels import CudaModule, word_width
+from pinfeed.devices.kernels import CudaModule
 from pinfeed.errors import described
 
 logger = logging.getLogger("pinfeed")
 
 MAX_COPIES = 16
-"""Largest number of copies in one launch. A device cache needs up to three for each store."""
+"""Largest number of copies in one launch, ``PF_MOST_COPIES`` of pinfeed.h.
+
+A device cache needs up to three for each store.
+"""
 N_THREADS = 256
 """Threads per block."""
 # Blocks for each multiprocessor, which hide the time of a read of device memory.
 _BLOCKS_PER_MULTIPROCESSOR = 8
-# Threads of a row are a power of two, at most a warp.
-_MOST_LANES = 32
 
 SOURCE = r"""
 struct Copy {
@@ -72,55 +72,6 @@ _NAME = "copy_rows_on_device"
 OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}", f"-DN_THREADS={N_THREADS}")
 """The compiler's options."""
 
-# The fields of a copy in 64 bits each: the last four fields are two of these.
-_N_FIELDS = 6
-
-
-class Launch(NamedTuple):
-    """One launch of the kernel."""
-
-    n_blocks: int
-    """Blocks of each copy."""
-    n_copies: int
-    argument: Sequence[int]
-    """The kernel's argument, in 64 bits each."""
-
-
-def launches(copies: Sequence[RowCopy], most_blocks: int) -> Iterator[Launch]:
-    """Yield the launches that copy rows between contiguous tensors.
-
-    Args:
-        copies: The copies; those without rows or bytes are left out.
-        most_blocks: Largest number of blocks of a copy.
-    """
-    described = [found for copy in copies if (found := _described(copy)) is not None]
-    for i in range(0, len(described), MAX_COPIES):
-        group = described[i : i + MAX_COPIES]
-        argument = [field for _, fields in group for field in fields]
-        argument += [0] * (_N_FIELDS * (MAX_COPIES - len(group)))
-        # A copy has as many threads as its rows have lanes.
-        n_threads = max(n_threads for n_threads, _ in group)
-        yield Launch(min(most_blocks, -(-n_threads // N_THREADS)), len(group), argument)
-
-
-def _described(copy: RowCopy) -> tuple[int, tuple[int, ...]] | None:
-    """Return the number of threads of a copy, and its fields; None if it copies nothing."""
-    source, target, taken, into = copy
-    positions = taken if taken is not None else into
-    n_rows = len(source if positions is None else positions)
-    nbytes = target.nbytes
-    if not n_rows or not nbytes or not source.numel():
-        return None
-    addresses = source.data_ptr(), target.data_ptr()
-    row_nbytes = nbytes // len(target)
-    width = word_width(addresses[0] | addresses[1] | row_nbytes)
-    n_words = row_nbytes // width
-    n_lanes = min(_MOST_LANES, 1 << (n_words - 1).bit_length())
-    taken_at = 0 if taken is None else taken.data_ptr()
-    into_at = 0 if into is None else into.data_ptr()
-    pairs = n_rows | n_words << 32, width | n_lanes << 32
-    return n_rows * n_lanes, (*addresses, taken_at, into_at, *pairs)
-
 
 class RowCopyKernel:
     """The kernel, compiled for one GPU.
@@ -142,10 +93,22 @@ class RowCopyKernel:
         self._most_blocks = _BLOCKS_PER_MULTIPROCESSOR * n_multiprocessors
 
     def copy(self, copies: Sequence[RowCopy], stream: int) -> None:
-        """Queue copies in a stream, which is given by its handle."""
-        for n_blocks, n_copies, argument in launches(copies, self._most_blocks):
-            grid = n_blocks, n_copies
-            self._driver.launch(self._kernel, grid, N_THREADS, stream, argument)
+        """Queue copies between contiguous tensors in a stream, which is given by its handle."""
+        fields: list[int] = []
+        for source, target, taken, into in copies:
+            n = len(source if taken is None and into is None else into if taken is None else taken)
+            if n and target.nbytes:
+                fields += (
+                    source.data_ptr(),
+                    target.data_ptr(),
+                    0 if taken is None else taken.data_ptr(),
+                    0 if into is None else into.data_ptr(),
+                    n if len(source) else 0,
+                    target.nbytes // len(target),
+                )
+        if fields:
+            limits = N_THREADS, self._most_blocks
+            self._driver.copy_rows(self._kernel, *limits, stream, fields)
 
 
 @functools.cache

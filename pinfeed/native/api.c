@@ -257,14 +257,15 @@ PF_API int64_t pf_api_move_rows(const int64_t *a)
     return error;
 }
 
-/* Arguments: driver, kernel, blocks in both directions, threads of a block, stream, and the
- * argument of the kernel. */
-PF_API int64_t pf_api_launch(const int64_t *a)
+_Static_assert(sizeof(struct pf_row_copy) == 6 * sizeof(int64_t), "a copy is six numbers");
+
+/* Arguments: driver, kernel, stream, threads of a block, most blocks of a copy, number of copies,
+ * and the copies. Returns as pf_copy_rows does. */
+PF_API int64_t pf_api_copy_rows(const int64_t *a)
 {
     const struct pf_driver *driver = pointer(a[0]);
-    void *arguments[] = {(void *)(a + 6)};
-    IN_SCOPE(driver, driver->launch(pointer(a[1]), (unsigned)a[2], (unsigned)a[3], 1,
-                                    (unsigned)a[4], 1, 1, 0, pointer(a[5]), arguments, NULL));
+    IN_SCOPE(driver, pf_copy_rows(driver, pointer(a[1]), pointer(a[2]), a[3], a[4],
+                                  (const struct pf_row_copy *)(a + 6), a[5]));
     return error;
 }
 
@@ -334,13 +335,13 @@ PF_API int64_t pf_api_first_occurrences(const int64_t *a)
 
 _Static_assert(sizeof(struct pf_sorted) == 3 * sizeof(int64_t), "a batch is three numbers");
 
-/* Arguments: row indices, spare memory, both outputs, the batch that receives the rows, number of
- * earlier batches, and these batches. Returns as pf_overlaps does. */
+/* Arguments: row indices, spare memory, the three outputs, the batch that receives the rows, number
+ * of earlier batches, and these batches. Returns as pf_overlaps does. */
 PF_API int64_t pf_api_overlaps(const int64_t *a)
 {
-    return pf_overlaps(pointer(a[0]), (const struct pf_sorted *)(a + 4),
-                       (const struct pf_sorted *)(a + 8), a[7], pointer(a[1]), pointer(a[2]),
-                       pointer(a[3]));
+    return pf_overlaps(pointer(a[0]), (const struct pf_sorted *)(a + 5),
+                       (const struct pf_sorted *)(a + 9), a[8], pointer(a[1]), pointer(a[2]),
+                       pointer(a[3]), pointer(a[4]));
 }
 
 /* Arguments: cache, row indices, number of them, and the outputs. */

@@ -1,6 +1,6 @@
-/* Rows in page-locked memory, which the GPU reads itself, or writes.
+/* Rows that the GPU moves itself: those in page-locked memory, and those in its own memory.
  *
- * The host only writes row indices into staging memory, which go to the GPU like any part of a
+ * Of the first, the host only writes row indices into staging memory, which go to the GPU like any part of a
  * job. Kernels then move the rows over the link (pinfeed/devices/kernels.py). Rows that follow each
  * other are one copy.
  *
@@ -117,6 +117,59 @@ int pf_move_rows(const struct pf_driver *driver, void *stream, const struct pf_d
                 error = driver->copy(is_read ? packed : rows, is_read ? rows : packed,
                                      (size_t)(n * table->row_nbytes), stream);
         }
+    }
+    return error;
+}
+
+/* The argument of the kernel that copies rows. */
+struct copies {
+    struct {
+        const char *source;
+        char *target;
+        const int32_t *taken;
+        const int32_t *into;
+        uint32_t n_rows;
+        uint32_t n_words;
+        uint32_t width;   /* bytes of a word */
+        uint32_t n_lanes; /* threads of a row, a power of two of at most a warp */
+    } each[PF_MOST_COPIES];
+};
+
+int pf_copy_rows(const struct pf_driver *driver, void *kernel, void *stream, int64_t n_threads,
+                 int64_t most_blocks, const struct pf_row_copy *copies, int64_t n)
+{
+    int error = 0;
+    for (int64_t i = 0; i < n && !error;) {
+        struct copies argument = {{{0}}};
+        int64_t n_copies = 0, n_blocks = 1;
+        for (; i < n && n_copies < PF_MOST_COPIES; i++) {
+            const struct pf_row_copy *const copy = copies + i;
+            if (!copy->n_rows || !copy->row_nbytes)
+                continue;
+            const uintptr_t divisible = (uintptr_t)copy->source | (uintptr_t)copy->target |
+                                        (uintptr_t)copy->row_nbytes | 16;
+            const uint32_t width = (uint32_t)(divisible & -divisible);
+            const uint32_t n_words = (uint32_t)(copy->row_nbytes / width);
+            uint32_t n_lanes = 1;
+            while (n_lanes < n_words && n_lanes < 32)
+                n_lanes *= 2;
+            const int64_t needed = (copy->n_rows * n_lanes + n_threads - 1) / n_threads;
+            n_blocks = n_blocks < needed ? needed : n_blocks;
+            argument.each[n_copies].source = copy->source;
+            argument.each[n_copies].target = copy->target;
+            argument.each[n_copies].taken = copy->taken;
+            argument.each[n_copies].into = copy->into;
+            argument.each[n_copies].n_rows = (uint32_t)copy->n_rows;
+            argument.each[n_copies].n_words = n_words;
+            argument.each[n_copies].width = width;
+            argument.each[n_copies++].n_lanes = n_lanes;
+        }
+        void *arguments[] = {&argument};
+        if (n_copies)
+            error = driver->launch(kernel,
+                                   (unsigned)(n_blocks < most_blocks ? n_blocks : most_blocks),
+                                   (unsigned)n_copies, 1, (unsigned)n_threads, 1, 1, 0, stream,
+                                   arguments, NULL);
     }
     return error;
 }

@@ -77,7 +77,7 @@ class Library:
         self.sync_event = _function(releasing, "pf_api_event_sync")
         self.queue_copy = _function(holding, "pf_api_copy_queued")
         self.move_rows = _function(holding, "pf_api_move_rows")
-        self.launch = _function(holding, "pf_api_launch")
+        self.copy_rows = _function(holding, "pf_api_copy_rows")
         self.count_maps = _function(holding, "pf_api_guard_count")
 
 

@@ -4,7 +4,7 @@
  * guard.c    survives pages that cannot be loaded while rows are copied
  * engine.c   threads that gather the rows of the next batches, and move them to a GPU
  * move.c     batches that the loop's thread has, on their way to a GPU
- * direct.c   rows in page-locked memory, which the GPU reads itself, or writes
+ * direct.c   rows that the GPU moves itself, over the link or in its own memory
  * write.c    rows that go from a GPU back to their stores
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
@@ -310,6 +310,26 @@ enum { PF_FROM_TABLES, PF_TO_TABLES };
 int pf_move_rows(const struct pf_driver *driver, void *stream, const struct pf_direct *direct,
                  int direction, int64_t start, int64_t n, char *const *devices);
 
+/* Rows that are copied between tensors of the GPU. */
+struct pf_row_copy {
+    char *source;
+    char *target;
+    const int32_t *taken; /* positions of the rows in `source`; NULL for all rows in order */
+    const int32_t *into;  /* and in `target` */
+    int64_t n_rows;
+    int64_t row_nbytes;
+};
+
+#define PF_MOST_COPIES 16
+
+/* Queues copies of rows, of which none depends on another one, by the kernel of
+ * pinfeed/devices/row_copies.py. Returns 0 or an error of the driver.
+ *
+ * n_threads: threads of a block
+ * most_blocks: most blocks of a copy */
+int pf_copy_rows(const struct pf_driver *driver, void *kernel, void *stream, int64_t n_threads,
+                 int64_t most_blocks, const struct pf_row_copy *copies, int64_t n);
+
 /* write.c */
 
 /* A store whose rows are written. */
@@ -433,13 +453,16 @@ struct pf_sorted {
  * found: receives for each earlier batch the positions of its latest rows, which no batch before it
  *     in the list has, and then those of its other rows; of each, first the positions in the batch,
  *     and then as many in the earlier batch; room for 2 * batch->n * n_earlier numbers
- * counts: receives for each earlier batch the number of latest rows, and that of other rows
+ * counts: receives for each earlier batch the number of latest rows, and that of other rows, and
+ *     then the number of unread rows
+ * unread: receives the rows that no earlier batch has, each with its position in the batch, in the
+ *     order of rows, which are below 2^31; room for batch->n pairs; NULL if they are not needed
  *
  * Returns where a row in `batch` equals the one before it; `batch->n` if all are distinct. Returns
  * -1 if the rows do not ascend, and have no keys in distinct.c. */
 int64_t pf_overlaps(const int64_t *rows, const struct pf_sorted *batch,
                     const struct pf_sorted *earlier, int64_t n_earlier, uint64_t *spare,
-                    int32_t *found, int64_t *counts);
+                    int32_t *found, int64_t *counts, struct pf_pair *unread);
 
 /* cache.c */
 

@@ -7,6 +7,7 @@
 | passes on a loader's batches | the loader's iterator and, with a GPU, a mover without threads |
 | reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
+| trains rows that the device reads and writes itself | also a window of batches |
 | otherwise writes rows back, or has caches | also a writer and its queue |
 | writes rows that may recur | also draws that compare rows |
 | calls transforms | a filler that does so, in one thread or in several |
@@ -44,16 +45,18 @@ from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
 from pinfeed.pipeline.loader_loop import LoaderLoop, MovingLoaderLoop
 from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
-from pinfeed.pipeline.loop_threads import call_named
+from pinfeed.pipeline.loop_threads import LoopThreads, call_named
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetch_loop import PrefetchLoop
+from pinfeed.pipeline.row_window import RowWindow, WindowWrites
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot
 from pinfeed.pipeline.sources.loader_source import LoaderSource
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
+from pinfeed.pipeline.write_queue import LoopWrites, WriteQueue
 from pinfeed.pipeline.writer import Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
@@ -122,13 +125,19 @@ def _fill_parts(
     else:
         thunks = source.epoch(*begin, schedule.batches_per_slot)
     writer: Transfer | HostWrites | None = None
+    # The writer of a device that uses host memory, and a window, wrap methods of their mover.
+    moves: Any = mover
+    open_writes: Callable[[LoopThreads], LoopWrites] | None = None
     if schedule.has_writer:
-        writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
-    # The writer of a device that uses host memory wraps methods of its mover.
-    moves: Any = mover if writer is None else writer
+        moves = writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
+        open_writes = _queue_of(writer, schedule)
+        if isinstance(mover, Transfer) and _moves_all_rows(mover, source):
+            moves = window = RowWindow(mover, schedule.depth)
+            open_writes = functools.partial(WindowWrites, window)
     opened = contextlib.ExitStack()
     thunks = _in_context(opened, source, thunks)
-    draws = _draws(mover, thunks, first, schedule, transforms, writer)
+    in_window = isinstance(moves, RowWindow)
+    draws = _draws(mover, thunks, first, schedule, transforms, writer, in_window=in_window)
     opened.callback(draws.close)
     filler = Filler(mover, draws, moves.fill, first, schedule)
     lend = moves.lend
@@ -147,7 +156,7 @@ def _fill_parts(
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         queue=getattr(moves, "queue", None),
-        writer=writer,
+        open_writes=open_writes,
         epochs=epochs,
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
@@ -296,9 +305,9 @@ def _engine_loop(
     batches = source.batches
     assert isinstance(batches, OrderBatches)
     spans = batches.spans(position.epoch, position.batch, schedule.batches_per_slot)
-    writer = None
+    open_writes = None
     if isinstance(mover, DeviceRows) and schedule.writes and not are_in_memory(source.stores):
-        writer = mover.transfer
+        open_writes = _queue_of(mover.transfer, schedule)
     parts = LoopParts(
         mover=mover,
         first=position.batch,
@@ -308,7 +317,7 @@ def _engine_loop(
         stop=mover.stop,
         close=lambda n_requested: close_unless_running(spans),
         quiesce=mover.quiesce,
-        writer=writer,
+        open_writes=open_writes,
     )
     # To draw these rows takes less time than to take them from another thread, which also needs the
     # interpreter's lock.
@@ -316,6 +325,22 @@ def _engine_loop(
     return EngineLoop(
         parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead
     )
+
+
+def _moves_all_rows(mover: Transfer, source: Source) -> bool:
+    """Return whether the device reads and writes all rows of a training loop itself."""
+    stores = source.trained_stores
+    # Rows to gather are given as int32.
+    return bool(stores) and all(
+        mover.device.reaches(store) and store.n_rows < 1 << 31 for store in stores
+    )
+
+
+def _queue_of(
+    writer: Transfer | HostWrites, schedule: PrefetchSchedule
+) -> Callable[[LoopThreads], LoopWrites]:
+    """Return a function that makes the write-backs of a loop by a thread, given its threads."""
+    return lambda threads: WriteQueue(writer, threads, schedule.max_pending_writes)
 
 
 def _loader_mover(mover: Mover, schedule: PrefetchSchedule) -> HostTransfer | DeviceBatches | None:
@@ -357,6 +382,8 @@ def _draws(
     schedule: PrefetchSchedule,
     transforms: LoopTransforms,
     writer: Writer | None,
+    *,
+    in_window: bool,
 ) -> BatchDraws:
     """Return the draws of a loop."""
     draws = Draws(mover, thunks)
@@ -366,7 +393,7 @@ def _draws(
         draws = SharedDraws(mover, thunks, schedule.n_readers, host)
     # Batches share no written rows without writes, or if every row of an epoch is distinct.
     if writer is not None and schedule.writes and schedule.repeats:
-        return ComparedDraws(draws, writer, first, schedule)
+        return ComparedDraws(draws, writer, first, schedule, finds_unread=in_window)
     return draws
 
 

@@ -126,17 +126,25 @@ class ComparedDraws:
         writer: Writer of the loop.
         first: Number of the first batch.
         schedule: Number of batches that are prefetched, and of reader threads.
+        finds_unread: Whether only rows that no earlier batch has are gathered.
     """
 
     def __init__(
-        self, draws: Draws, writer: Writer, first: int, schedule: PrefetchSchedule
+        self,
+        draws: Draws,
+        writer: Writer,
+        first: int,
+        schedule: PrefetchSchedule,
+        *,
+        finds_unread: bool,
     ) -> None:
         self._draws = draws
         self._writer = writer
         self._now = writer.counters.now
         self._first = first
         self._turns = Turns(is_shared=schedule.n_readers > 1)
-        self._recent: RecentRows | None = RecentRows(schedule.depth)
+        self._finds_unread = finds_unread
+        self._recent: RecentRows | None = RecentRows(schedule.depth, finds_unread=finds_unread)
 
     def make(self, slot: Slot, turn: int) -> HostBatch | None:
         batch: HostBatch | None = None
@@ -170,6 +178,13 @@ class ComparedDraws:
             [group.written for group in batch.groups],
             self._writer.log.pending_batches(),
         )
+        if self._finds_unread:
+            # Otherwise the rows are gathered by the indices of all of them.
+            batch.groups = [
+                group._replace(unread=unread) if len(unread) < len(group.rows) else group
+                for group, unread in zip(batch.groups, batch.shared.unread, strict=True)
+            ]
+            return
         pairs = zip(batch.groups, repeated, strict=True)
         batch.groups = [group._replace(repeated=row) for group, row in pairs]
 

@@ -27,7 +27,7 @@ from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.job_memory import JobParts
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.row_source import RowSource, new_row_group
+from pinfeed.pipeline.sources.row_source import GROUP_DEFAULTS, RowSource, new_row_group
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import sizes
@@ -83,8 +83,8 @@ class EngineLoop(Loop):
             row_types = [(store.row_shape, store.dtype) for store in stores]
             self._job = JobParts(memory_rows, row_types)
         self._full = self._job.layout(self._slot_rows)
-        if schedule.writes and parts.writer is None and isinstance(self._mover, DeviceRows):
-            self.write_queue = EngineWrites(
+        if schedule.writes and self.writes is None and isinstance(self._mover, DeviceRows):
+            self.writes = EngineWrites(
                 self._mover, stores, memory_rows, batch_size, schedule, self.threads
             )
         self._row_nbytes = sum(map(row_nbytes, stores))
@@ -172,7 +172,8 @@ class EngineLoop(Loop):
         slot = self._free[0]
         layout = self._full if is_full else self._job.layout(n)
         source = self._source
-        group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
+        rows = self._span[begin : begin + n]
+        group = new_row_group((rows, 0, source.stores, *GROUP_DEFAULTS))
         batches = self._full_sizes if is_full else sizes(n, self._batch_size)
         slot.batch = batch = HostBatch((), source.rebuild, batches, [group])
         memory = self._mover.allocate_rows(layout, batch, slot)

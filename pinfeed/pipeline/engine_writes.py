@@ -18,7 +18,7 @@ from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.loop_threads import N_SCATTER_HELPERS, LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.source import RowGroup
-from pinfeed.pipeline.write_queue import WriteErrors
+from pinfeed.pipeline.write_queue import LoopWrites
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import Store
@@ -32,7 +32,7 @@ def are_in_memory(stores: Sequence[Store]) -> bool:
     return all(type(store) in (ArrayStore, PinnedStore) for store in stores if store.writable)
 
 
-class EngineWrites(WriteErrors):
+class EngineWrites(LoopWrites):
     """Write-backs of one loop, and their errors.
 
     Args:
@@ -87,7 +87,7 @@ class EngineWrites(WriteErrors):
         copied: bool,
         check: bool,
     ) -> None:
-        """Queue values of a batch, as ``WriteQueue.write`` does (consumer); all are copied."""
+        """Queue values of a batch (consumer); all are copied."""
         (group,), (tensors,) = groups, values
         self.require_running()
         writer = self._threads.row_writer or self._threads.open_row_writer(self._opened)
@@ -127,16 +127,10 @@ class EngineWrites(WriteErrors):
         self._counters.count_write_wait(start, idle=is_idle, batch=batch)
 
     def check(self) -> None:
-        """Raise the error of a write-back that has failed.
-
-        Raises:
-            WriteBackError: If the error was raised before, and the loop continues.
-        """
         self._collect()
         self._raise_noted(is_over=not self._threads.has_ended)
 
     def finish(self) -> None:
-        """Wait until all write-backs have ended; ``failure`` has the first error."""
         writer = self._threads.row_writer
         if writer is None:
             return

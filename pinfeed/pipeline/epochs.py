@@ -379,8 +379,8 @@ class EpochRunner:
     def _log_failure(self) -> None:
         """Log the error of a write-back, because a loop that was left does not raise it."""
         assert self._last_loop is not None
-        queue = self._last_loop.write_queue
-        if queue is not None and (failure := queue.failure) is not None:
+        writes = self._last_loop.writes
+        if writes is not None and (failure := writes.failure) is not None:
             text = "a write_back failed after the loop was left; close() raises its error"
             # logger.exception would log the GeneratorExit.
             logger.error(text, exc_info=failure)
@@ -425,8 +425,8 @@ class EpochRunner:
         return self._active.end(reason)
 
     def _raise_failure(self) -> None:
-        if self._last_loop is not None and self._last_loop.write_queue is not None:
-            self._last_loop.write_queue.check()
+        if self._last_loop is not None and self._last_loop.writes is not None:
+            self._last_loop.writes.check()
 
 
 def _mover(

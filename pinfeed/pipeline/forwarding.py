@@ -24,6 +24,10 @@ Positions = npt.NDArray[np.int32]
 """Positions of rows in a batch."""
 
 
+RowPlaces = npt.NDArray[np.int32]
+"""Rows, each with its position in a batch, shape (n, 2)."""
+
+
 class PositionRange(NamedTuple):
     """Rows that two batches have in common: a part of ``SharedRows.positions``."""
 
@@ -60,6 +64,8 @@ class SharedRows:
     """Positions of the rows in the batches. The ranges of ``overlaps`` divide this array."""
     overlaps: Sequence[Mapping[int, Overlap]]
     """For each group of rows, the overlap with each earlier batch, by its number."""
+    unread: Sequence[RowPlaces]
+    """For each group, the rows that no earlier batch has; empty if they were not wanted."""
 
 
 @dataclass

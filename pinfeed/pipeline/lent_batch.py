@@ -9,9 +9,8 @@ from typing import Any
 
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.pipeline.engine_writes import EngineWrites
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
-from pinfeed.pipeline.write_queue import WriteQueue
+from pinfeed.pipeline.write_queue import LoopWrites
 
 
 class LentBatch:
@@ -60,7 +59,7 @@ class WritableBatch(LentBatch):
     """A batch of a loop that writes rows back, or has caches, until the next one is requested.
 
     Args:
-        write_queue: Write-backs of the loop.
+        writes: Write-backs of the loop.
         host_batch: Contents of the slot.
         tensors: Tensors of this batch.
         i: Position of this batch in the slot.
@@ -69,14 +68,14 @@ class WritableBatch(LentBatch):
 
     def __init__(
         self,
-        write_queue: WriteQueue | EngineWrites,
+        writes: LoopWrites,
         host_batch: HostBatch,
         tensors: list[Tensor],
         i: int,
         number: int,
     ) -> None:
         super().__init__(host_batch, tensors, i, number)
-        self._write_queue = write_queue
+        self._writes = writes
         self._is_over = False
         self._is_written = False
 
@@ -129,12 +128,12 @@ class WritableBatch(LentBatch):
             check: Whether to raise the error of an earlier write-back. With False, the end of the
                 loop raises it.
         """
-        self._write_queue.write(self.groups, values, self.number, copied=copied, check=check)
+        self._writes.write(self.groups, values, self.number, copied=copied, check=check)
         self._is_written = True
 
 
 def finish_each(
-    batches: Generator[WritableBatch, None, None], write_queue: WriteQueue | EngineWrites
+    batches: Generator[WritableBatch, None, None], writes: LoopWrites
 ) -> Iterator[WritableBatch]:
     """Yield the batches of a loop, and end and finish each after its training step.
 
@@ -148,7 +147,7 @@ def finish_each(
                 yield lent_batch
             finally:
                 lent_batch.end()
-            write_queue.require_running()
+            writes.require_running()
             lent_batch.finish()
-            write_queue.check()
-    write_queue.check()
+            writes.check()
+    writes.check()

@@ -25,7 +25,6 @@ from pinfeed.memory import page_locked
 from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.draws import Mover
-from pinfeed.pipeline.engine_writes import EngineWrites
 from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
@@ -33,8 +32,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot, raise_kept
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
-from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.pipeline.writer import Writer
+from pinfeed.pipeline.write_queue import LoopWrites
 from pinfeed.threads.call import Pending
 from pinfeed.threads.exit import exit_hook
 
@@ -67,8 +65,8 @@ class LoopParts:
     """
     quiesce: Callable[[], object]
     """Waits for queued copies, and releases the memory of the loop."""
-    writer: Writer | None = None
-    """Writer of the loop; None if it has no caches, and needs no Python to write rows back."""
+    open_writes: Callable[[LoopThreads], LoopWrites] | None = None
+    """Returns the write-backs of the loop, given its threads; None for a loop without any."""
     is_named: bool = False
     """Whether a profiler of the device should show each write-back under a name."""
 
@@ -140,10 +138,9 @@ class Loop:
         """
         self.is_between_epochs = False
         """Whether the loop has ended an epoch, and keeps the first batches of the next one."""
-        self.write_queue: WriteQueue | EngineWrites | None = None
-        if parts.writer is not None:
-            limit = parts.schedule.max_pending_writes
-            self.write_queue = WriteQueue(parts.writer, self.threads, limit)
+        self.writes: LoopWrites | None = None
+        if parts.open_writes is not None:
+            self.writes = parts.open_writes(self.threads)
         # Slots that are not being filled; the last one was lent last.
         self._free: deque[Slot] = deque(parts.mover.begin(parts.schedule))
         # Number of batches of the epoch that were requested.
@@ -156,10 +153,10 @@ class Loop:
         error of a write-back is raised as soon as it is known. A continuous loop yields
         ``EPOCH_END`` after an epoch instead of ending, and then the batches of the next one.
         """
-        if self.write_queue is None:
+        if self.writes is None:
             return self._lend(LentBatch)
-        make = functools.partial(WritableBatch, self.write_queue)
-        return finish_each(self._lend(make), self.write_queue)
+        make = functools.partial(WritableBatch, self.writes)
+        return finish_each(self._lend(make), self.writes)
 
     def _slots(self) -> Callable[[], Slot | None]:
         """Return a function that returns the next full slot, or None after the last batch."""
@@ -266,12 +263,12 @@ class Loop:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._parts.quiesce)
                 stack.callback(self.threads.join_writers)
-                if self.write_queue is not None:
-                    stack.callback(self.write_queue.finish)
+                if self.writes is not None:
+                    stack.callback(self.writes.finish)
                     # Twice, in case an interrupt ends the first call, because only the device has
                     # the rows.
-                    stack.callback(self.flush_caches, is_last=True)
-                    stack.callback(self.flush_caches, is_last=True)
+                    stack.callback(self.writes.flush, is_last=True)
+                    stack.callback(self.writes.flush, is_last=True)
                 stack.callback(self._parts.close, self._n_requested)
                 # Fills that have not begun are not cancelled, because each submitted fill must take
                 # its turn. Later fills would wait for it otherwise.
@@ -281,27 +278,12 @@ class Loop:
             exit_hook.loops.discard(self._reference)
 
     def save(self) -> None:
-        """Queue writes of all rows in caches, because the program ends before the loop."""
+        """Queue writes of all rows that only the device has, because the program ends first."""
         try:
-            self.flush_caches()
+            if self.writes is not None:
+                self.writes.flush()
         except Exception:
-            logger.exception("the rows of a device cache could not be written at program exit")
-
-    def flush_caches(self, *, is_last: bool = False) -> None:
-        """Queue writes of all rows in caches that may differ from their stores.
-
-        Args:
-            is_last: Whether the loop is ending, after which no row may change.
-        """
-        writer = self._parts.writer
-        queue = self.write_queue
-        if writer is None or not isinstance(queue, WriteQueue) or not writer.has_caches:
-            return
-        with queue.adding:
-            for write in writer.changed_rows(is_last=is_last):
-                queue.add(write, check=False)
-        if is_last:
-            writer.note_flushed()
+            logger.exception("rows on the device could not be written at program exit")
 
     def drain(self) -> None:
         """Wait until all values so far are in their stores, including those in caches.
@@ -310,11 +292,8 @@ class Loop:
             Exception: If a write-back failed; its error. The loop then writes the rows of caches
                 again when it ends.
         """
-        self.flush_caches()
-        if self.write_queue is not None:
-            self.write_queue.drain()
-        if self._parts.writer is not None:
-            self._parts.writer.note_flushed()
+        if self.writes is not None:
+            self.writes.drain()
 
     def _pause(self) -> bool:
         """Wait for the next epoch, if some of its batches were read; return whether it does."""

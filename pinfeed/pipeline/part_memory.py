@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,19 +34,21 @@ class PartMemory:
         self.capacity = list(capacity)
         """Bytes of each part of the largest batch so far."""
 
-    def slot_staging(self, staging: Staging, nbytes: int, full: int = 0) -> npt.NDArray[np.uint8]:
+    def slot_staging(
+        self, staging: Staging, nbytes: int, full: Callable[[], int] = int
+    ) -> npt.NDArray[np.uint8]:
         """Return staging memory for all parts of a slot, shape (nbytes,).
 
         Args:
             staging: The staging memory so far.
             nbytes: Bytes of the slot.
-            full: Bytes of a full slot, without parts of unknown size.
+            full: Returns the bytes of a full slot, without parts of unknown size.
         """
         kept = staging.get(WHOLE)
         if kept is None or len(kept) < nbytes:
             n_kept = 0 if kept is None else len(kept)
             kept = staging[WHOLE] = np.empty(0, np.uint8)
-            kept = staging[WHOLE] = self._device.staging(max(1, full, grown(n_kept, nbytes)))
+            kept = staging[WHOLE] = self._device.staging(max(1, full(), grown(n_kept, nbytes)))
         return kept[:nbytes]
 
     def staging(

@@ -14,7 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pinfeed.native.library import library, packing
-from pinfeed.pipeline.forwarding import Overlap, PositionRange, Positions, SharedRows
+from pinfeed.pipeline.forwarding import (
+    Overlap,
+    PositionRange,
+    Positions,
+    RowPlaces,
+    SharedRows,
+)
 from pinfeed.rows.indices import sort_rows
 from pinfeed.rows.orders import Rows
 
@@ -47,6 +53,8 @@ class _Comparison(NamedTuple):
     """Positions of the shared rows, as overlap.c writes them."""
     counts: list[int]
     """For each earlier batch, the number of latest rows, then that of hidden ones."""
+    unread: RowPlaces
+    """The rows that no earlier batch has."""
 
 
 class RecentRows:
@@ -54,10 +62,12 @@ class RecentRows:
 
     Args:
         n_ahead: Number of earlier batches that may still be written when a batch is added.
+        finds_unread: Whether to find the rows that no earlier batch has; all are below 2^31.
     """
 
-    def __init__(self, n_ahead: int) -> None:
+    def __init__(self, n_ahead: int, *, finds_unread: bool = False) -> None:
         self._n_ahead = n_ahead
+        self._finds_unread = finds_unread
         # For each group, the rows that batches may write, by number of the batch, in order.
         self._groups: list[dict[int, SortedRows]] = []
 
@@ -89,20 +99,25 @@ class RecentRows:
         pieces: list[Positions] = []
         overlaps: list[dict[int, Overlap]] = []
         repeated: list[int | None] = []
+        unread: list[RowPlaces] = []
         begin = 0
         for recent, rows, own in zip(self._groups, gathered, written, strict=True):
             for earlier in list(recent):
                 if earlier < number - self._n_ahead and earlier not in pending:
                     del recent[earlier]
-            batch, found, counts = _compare(rows, list(reversed(recent.values())))
+            batch, found, counts, left = _compare(
+                rows, list(reversed(recent.values())), finds_unread=self._finds_unread
+            )
             overlaps.append(_overlaps(list(reversed(recent)), counts, begin))
             pieces.append(found)
+            unread.append(left)
             begin += len(found)
             repeated.append(batch.repeated)
             kept = batch if own is rows else _compare(own, ()).batch
             if self._n_ahead and kept.repeated is None:
                 recent[number] = kept
-        return SharedRows(np.concatenate(pieces), overlaps), repeated
+        positions = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return SharedRows(positions, overlaps, unread), repeated
 
 
 def _overlaps(numbers: Sequence[int], counts: Sequence[int], begin: int) -> dict[int, Overlap]:
@@ -122,7 +137,9 @@ def _overlaps(numbers: Sequence[int], counts: Sequence[int], begin: int) -> dict
     return overlaps
 
 
-def _compare(rows: Rows, earlier: Sequence[SortedRows]) -> _Comparison:
+def _compare(
+    rows: Rows, earlier: Sequence[SortedRows], *, finds_unread: bool = False
+) -> _Comparison:
     """Sort the rows of a batch, and find them in earlier batches, newest first."""
     native = library()
     if native is None:
@@ -131,9 +148,10 @@ def _compare(rows: Rows, earlier: Sequence[SortedRows]) -> _Comparison:
     batch = SortedRows(np.empty_like(rows), np.empty(len(rows), np.int32))
     spare = np.empty(SPARE_ROW_NBYTES * len(rows), np.uint8)
     found = np.empty(2 * len(rows) * len(earlier), np.int32)
-    numbers = np.empty(2 * len(earlier), np.int64)
+    numbers = np.empty(2 * len(earlier) + 1, np.int64)
+    unread = np.empty((len(rows) * finds_unread, 2), np.int32)
     arguments = [array.ctypes.data for array in (rows, spare, found, numbers)]
-    arguments += [*batch.description, len(earlier)]
+    arguments += [unread.ctypes.data * finds_unread, *batch.description, len(earlier)]
     for other in earlier:
         arguments += other.description
     at = native.overlaps(packing(len(arguments))(*arguments))
@@ -141,8 +159,8 @@ def _compare(rows: Rows, earlier: Sequence[SortedRows]) -> _Comparison:
         return _compare_in_numpy(rows, earlier)
     if at < len(rows):
         batch.repeated = batch.rows.item(at)
-    counts = numbers.tolist()
-    return _Comparison(batch, found[: 2 * sum(counts)], counts)
+    *counts, n_unread = numbers.tolist()
+    return _Comparison(batch, found[: 2 * sum(counts)], counts, unread[:n_unread])
 
 
 def _compare_in_numpy(rows: Rows, earlier: Sequence[SortedRows]) -> _Comparison:
@@ -162,4 +180,6 @@ def _compare_in_numpy(rows: Rows, earlier: Sequence[SortedRows]) -> _Comparison:
             pieces += [order[shared], other.order[at[shared]]]
             counts.append(len(shared))
         is_hidden[later] = True
-    return _Comparison(batch, np.concatenate(pieces), counts)
+    left = np.flatnonzero(~is_hidden)
+    unread = np.stack([ascending[left], order[left]], axis=1).astype(np.int32)
+    return _Comparison(batch, np.concatenate(pieces), counts, unread)

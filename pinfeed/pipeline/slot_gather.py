@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,18 @@ from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
 from pinfeed.stores.host_rows import UnreadPart
 
 
-@dataclass
-class Gathered:
+class GroupReads(NamedTuple):
+    """Rows of a group that the device reads itself."""
+
+    group: int
+    """Position of the group among those of the batch."""
+    parts: Sequence[int]
+    """Indices of the parts with the rows of each store that it reads."""
+    index_part: int | None
+    """Index of the part with the row indices; None if the device needs none."""
+
+
+class Gathered(NamedTuple):
     """A batch whose staged parts were read, and what is left to do on the device."""
 
     layout: RowLayout
@@ -30,10 +40,15 @@ class Gathered:
     """All parts: those of the batch, positions of shared rows, and row indices."""
     n_batch: int
     """Number of parts that are not row indices."""
+    nbytes: int
+    """Bytes of the parts of the batch that are not adopted."""
+    sources: Sequence[UnreadPart]
+    """The parts that the device reads itself."""
+    adopted: Sequence[int]
+    """Indices of the parts that the device takes as they are."""
     direct: Sequence[int]
-    """Indices of the parts that the device reads itself."""
-    index_of: dict[int, int] = field(default_factory=dict)
-    """For a group of rows that the device reads, the index of the part with its row indices."""
+    """Indices of the parts that the device reads itself, other than rows of groups."""
+    reads: Sequence[GroupReads]
 
 
 class SlotGather:
@@ -59,42 +74,65 @@ class SlotGather:
         device = self._device
         parts = list(batch.all_parts())
         n_batch = len(parts)
-        moved = [i for i, part in enumerate(parts) if not device.adopts(part)]
-        direct = [i for i in moved if device.reaches(parts[i])]
-        index_of = self._index_parts(batch, parts, direct)
-        moved += range(n_batch, len(parts))
-        sizes = {i: BatchPart.of(tuple(parts[i].shape), parts[i].dtype) for i in moved}
-        order = sorted(moved, key=lambda i: (i in direct, sizes[i].nbytes))
+        adopted = [i for i, part in enumerate(parts) if device.adopts(part)]
+        direct = {i for i, part in enumerate(parts) if device.reaches(part)}.difference(adopted)
+        reads = self._reads(batch, parts, direct)
+        sizes = {
+            i: BatchPart.of(tuple(part.shape), part.dtype)
+            for i, part in enumerate(parts)
+            if i not in adopted
+        }
+        order = sorted(sizes, key=lambda i: (i in direct, sizes[i].nbytes))
         layout = self._layout([sizes[i] for i in order])
         n_staged = len(order) - len(direct)
         nbytes = [*layout.offsets, layout.nbytes][n_staged]
-        capacity = dict(enumerate(self._memory.capacity))
-        full = sum(
-            aligned(max(sizes[i].nbytes, self.batches_per_slot * capacity.get(i, 0)))
-            for i in order[:n_staged]
+        staged = self._memory.slot_staging(
+            slot.staging, nbytes, lambda: self._full(sizes, order[:n_staged])
         )
-        staged = self._memory.slot_staging(slot.staging, nbytes, full)
         # Parts are read in their own order, which functions of the user may depend on.
         for i, offset in sorted(zip(order[:n_staged], layout.offsets, strict=False)):
-            part = parts[i]
-            out = staged[offset : offset + sizes[i].nbytes].view(part.dtype).reshape(part.shape)
+            shape, dtype, part_nbytes = sizes[i]
             self._check_stop()
-            part.read(out, self._check_stop)
-        return Gathered(layout, order, staged, parts, n_batch, direct, index_of)
+            out = np.ndarray(shape, dtype, staged[offset : offset + part_nbytes])
+            parts[i].read(out, self._check_stop)
+        of_batch = [sizes[i].nbytes if i in sizes else 0 for i in range(len(batch.parts))]
+        self._memory.learn(of_batch, len(batch.batches))
+        of_groups = {i for group in reads for i in group.parts}
+        others = sorted(direct - of_groups)
+        sources = [parts[i] for i in sorted(direct)]
+        counts = n_batch, sum(of_batch)
+        return Gathered(layout, order, staged, parts, *counts, sources, adopted, others, reads)
 
-    def _index_parts(
-        self, batch: HostBatch, parts: list[UnreadPart], direct: Sequence[int]
-    ) -> dict[int, int]:
-        """Add the row indices that the device needs to parts; return where those of a group are."""
-        found: dict[int, int] = {}
+    def _full(self, sizes: Mapping[int, BatchPart], staged: Sequence[int]) -> int:
+        """Return the bytes of the staged parts of a full slot."""
+        capacity = dict(enumerate(self._memory.capacity))
+        return sum(
+            aligned(max(sizes[i].nbytes, self.batches_per_slot * capacity.get(i, 0)))
+            for i in staged
+        )
+
+    def _reads(
+        self, batch: HostBatch, parts: list[UnreadPart], direct: set[int]
+    ) -> list[GroupReads]:
+        """Return the rows of groups that the device reads itself.
+
+        The row indices that it needs are added to ``parts``, unless the batch has them.
+        """
+        found = []
         for g, group in enumerate(batch.groups):
-            if not any(group.first <= i < group.first + len(group.stores) for i in direct):
+            own = [i for i in range(group.first, group.first + len(group.stores)) if i in direct]
+            if not own:
                 continue
-            stores = [store for store in group.stores if self._device.reaches(store)]
-            dtype = self._device.index_dtype(stores, group.rows)
-            if dtype is not None:
-                found[g] = len(parts)
-                parts.append(ArrayPart(group.rows.astype(dtype)))
+            index_part = group.ids_part
+            added = group.unread
+            if added is None and index_part is None:
+                stores = [group.stores[i - group.first] for i in own]
+                dtype = self._device.index_dtype(stores, group.rows)
+                added = None if dtype is None else group.rows.astype(dtype)
+            if added is not None:
+                index_part = len(parts)
+                parts.append(ArrayPart(added))
+            found.append(GroupReads(g, own, index_part))
         return found
 
     def _layout(self, parts: list[BatchPart]) -> RowLayout:

@@ -571,19 +571,17 @@ class Transfer(Writer):
         assert batch is not None
         compute = device.current_stream()
         layout = gathered.layout
-        tensors: list[Any] = [
-            device.adopt(part, compute) if device.adopts(part) else None for part in gathered.parts
-        ]
-        nbytes = [known_nbytes(tensor) for tensor in tensors]
+        tensors: list[Any] = [None] * len(gathered.parts)
+        slot.nbytes = gathered.nbytes
+        for i in gathered.adopted:
+            tensors[i] = device.adopt(gathered.parts[i], compute)
+            slot.nbytes += known_nbytes(tensors[i])
         moved, wholes = device.empty_parts(layout, compute)
-        for i, tensor, part in zip(gathered.order, moved, layout.parts, strict=True):
+        for i, tensor in zip(gathered.order, moved, strict=True):
             tensors[i] = tensor
-            nbytes[i] = part.nbytes
         slot.compute = compute
         slot.tensors = tensors[: gathered.n_batch]
         slot.indices = tensors[gathered.n_batch :]
-        slot.nbytes = sum(nbytes[: len(batch.parts)])
-        self._memory.learn(nbytes[: len(batch.parts)], len(batch.batches))
         self._read.wait(compute.record())  # kernels may still use an earlier tensor in this memory
         begun = self._read.record(timed=True) if self._timed else None
         try:
@@ -621,20 +619,15 @@ class Transfer(Writer):
         self, slot: DeviceSlot, gathered: Gathered, batch: HostBatch, tensors: Sequence[Tensor]
     ) -> None:
         """Queue reads of the parts that the device reads itself."""
-        left = set(gathered.direct)
-        slot.sources = [gathered.parts[i] for i in gathered.direct]
-        for g, group in enumerate(batch.groups):
-            own = [i for i in range(group.first, group.first + len(group.stores)) if i in left]
-            if not own:
-                continue
-            left.difference_update(own)
-            indices = tensors[gathered.index_of[g]] if g in gathered.index_of else None
-            batch.groups[g] = group._replace(indices=indices)
-            reads = [(gathered.parts[i], tensors[i]) for i in own]
-            self.device.read(reads, self._read, indices)
-        if left:
-            others = [(gathered.parts[i], tensors[i]) for i in sorted(left)]
-            self.device.read(others, self._read, None)
+        parts = gathered.parts
+        slot.sources = gathered.sources
+        if gathered.direct:
+            # They may be row indices of a group.
+            self.device.read([(parts[i], tensors[i]) for i in gathered.direct], self._read)
+        for g, own, index_part in gathered.reads:
+            indices = None if index_part is None else tensors[index_part]
+            batch.groups[g] = batch.groups[g]._replace(indices=indices)
+            self.device.read([(parts[i], tensors[i]) for i in own], self._read, indices)
 
     def _copy_to_host(
         self,

@@ -1,4 +1,4 @@
-"""WriteQueue: the incomplete write-backs of one loop; WriteErrors: their first error."""
+"""LoopWrites: the write-backs of one loop, and their first error; WriteQueue: those by a thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pinfeed.pipeline.writer import PendingWrite, Writer
 from pinfeed.threads.call import Pending
 
 
-class WriteErrors:
-    """The first error of the write-backs of a loop, which is raised once.
+class LoopWrites:
+    """The write-backs of one loop; their first error is raised once.
 
     Args:
         threads: Threads of the loop.
@@ -37,6 +37,26 @@ class WriteErrors:
         """
         self._threads.require_running()
 
+    def write(
+        self,
+        groups: Sequence[RowGroup],
+        values: Sequence[Sequence[Tensor | None] | None],
+        batch: int,
+        *,
+        copied: bool,
+        check: bool,
+    ) -> None:
+        """Take values that are to be written back, and queue them (consumer).
+
+        Args:
+            groups: Rows to write, and their stores.
+            values: For each group one tensor per store; None leaves a store or a group unchanged.
+            batch: Number of the batch.
+            copied: Whether to copy the values, because the user may change them immediately.
+            check: Whether to raise the error of an earlier write-back first.
+        """
+        raise NotImplementedError
+
     def check(self) -> None:
         """Raise the error of a write-back that has failed.
 
@@ -49,8 +69,16 @@ class WriteErrors:
         """Wait until all write-backs have ended; ``failure`` has the first error."""
         raise NotImplementedError
 
+    def flush(self, *, is_last: bool = False) -> None:
+        """Queue writes of all rows that only the device has.
+
+        Args:
+            is_last: Whether the loop is ending, after which no row may change.
+        """
+
     def drain(self) -> None:
-        """Wait until all write-backs are completed, and raise the error of one that has failed."""
+        """Wait until all values so far are in their stores, and raise the error of a write-back."""
+        self.flush()
         self.finish()
         self.check()
 
@@ -81,7 +109,7 @@ class WriteErrors:
                 del failure
 
 
-class WriteQueue(WriteErrors):
+class WriteQueue(LoopWrites):
     """Write-backs that the writer thread has not completed, oldest first.
 
     The consumer thread adds write-backs. When the queue is full, the consumer thread waits for the
@@ -100,12 +128,9 @@ class WriteQueue(WriteErrors):
         self._counters = writer.counters
         self._limit = limit
         self._calls: deque[Pending[None]] = deque()
-        self.adding = threading.RLock()
-        """Lock that is held from taking values of a cache until they are queued.
-
-        Another thread or a signal handler that closes the feeder must not take or queue the values
-        of caches in between.
-        """
+        # Held from taking values of a cache until they are queued. Another thread or a signal
+        # handler that closes the feeder must not take or queue the values of caches in between.
+        self._adding = threading.RLock()
 
     def write(
         self,
@@ -116,17 +141,8 @@ class WriteQueue(WriteErrors):
         copied: bool,
         check: bool,
     ) -> None:
-        """Take values that are to be written back, and queue them (consumer).
-
-        Args:
-            groups: Rows to write, and their stores.
-            values: For each group one tensor per store; None leaves a store or a group unchanged.
-            batch: Number of the batch.
-            copied: Whether to copy the values, because the user may change them immediately.
-            check: Whether to raise the error of an earlier write-back first.
-        """
         is_cached = any(group.cached is not None for group in groups)
-        with self.adding if is_cached else contextlib.nullcontext():
+        with self._adding if is_cached else contextlib.nullcontext():
             self.require_running()
             held = self._writer.capture_values(groups, values, batch, copied=copied)
             self.add(held, check=check)
@@ -157,6 +173,20 @@ class WriteQueue(WriteErrors):
         while self._calls and self._is_oldest_done():
             self._take()
         self._raise_noted(is_over=self._writer.log.has_failed)
+
+    def flush(self, *, is_last: bool = False) -> None:
+        if not self._writer.has_caches:
+            return
+        with self._adding:
+            for write in self._writer.changed_rows(is_last=is_last):
+                self.add(write, check=False)
+        if is_last:
+            self._writer.note_flushed()
+
+    def drain(self) -> None:
+        super().drain()
+        # After an error, the loop writes the rows of caches again when it ends.
+        self._writer.note_flushed()
 
     def finish(self) -> None:
         if not self._calls:

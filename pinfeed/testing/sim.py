@@ -373,7 +373,17 @@ def _reading(
     """Return work that reads a part, or rows of its store by row indices on the device."""
     if numbers is None:
         return lambda: part.read(target())
-    return lambda: part.store.gather(_in_range(numbers(), part.store), target())
+
+    def read() -> None:
+        rows, out = numbers(), target()
+        if rows.ndim == 1:
+            part.store.gather(_in_range(rows, part.store), out)
+            return
+        found = np.empty((len(rows), *out.shape[1:]), out.dtype)
+        part.store.gather(_in_range(rows[:, 0], part.store), found)
+        _put_rows(out, rows[:, 1], found)
+
+    return read
 
 
 def _writing(

@@ -27,7 +27,9 @@ class HostMemory(DirectAccess):
     """Device whose memory is the host's, and whose kernels do not run."""
 
     name = "host"
-    kernels = SimpleNamespace(moves=lambda kind, stores, *rest: moves_of(stores, kind, *rest))
+    kernels = SimpleNamespace(
+        moves=lambda kind, stores, *rest, **options: moves_of(stores, kind, *rest, **options)
+    )
 
     def __init__(self, route: Route) -> None:
         super().__init__(0)

@@ -25,7 +25,7 @@ from pinfeed.devices.row_copies import (
     N_THREADS,
     OPTIONS,
     SOURCE,
-    launches,
+    RowCopyKernel,
     row_copy_kernel,
 )
 from pinfeed.native import library as native
@@ -54,6 +54,49 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return lambda *numbers: library.run(*numbers[:-1], np.array(numbers[-1]).ctypes.data)
 
 
+class Driver(Launching):
+    """A driver whose launches run the kernel."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(lambda *_: 0)
+        self.run_copies = run
+        self.launches: list[tuple[int, int]] = []
+
+    def _launch(self, kernel: int, *rest: Any) -> int:
+        n_blocks, n_copies, n_z, n_threads, *others, stream, arguments, _ = rest
+        assert (kernel, n_z, n_threads, others, stream) == (5, 1, N_THREADS, [1, 1, 0], 77)
+        argument = np.frombuffer(ctypes.string_at(arguments[0], 48 * MAX_COPIES), np.uint8)
+        self.launches.append((n_blocks, n_copies))
+        self.run_copies(n_blocks, n_copies, n_threads, argument)
+        return 0
+
+
+def launches(run: Run, copies: list[RowCopy], n_multiprocessors: int = 2) -> list[tuple[int, int]]:
+    """Copy rows; return the blocks of each copy, and the number of copies, of each launch."""
+
+    class Module:
+        def __init__(self, *what: Any) -> None:
+            assert what == (3, SOURCE, OPTIONS, ["copy_rows_on_device"])
+
+        def handle(self, name: str) -> int:
+            return 5
+
+    found = native.library()
+    assert found is not None
+    gpu = types.SimpleNamespace(multi_processor_count=n_multiprocessors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_copies, "CudaModule", Module)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+        launching = Driver(run)
+        driver = CudaDriver(launching.table, found, torch.device("cuda", 3))
+        RowCopyKernel(3, driver).copy(copies, 77)
+    return launching.launches
+
+
+def nothing(*_: Any) -> None:
+    """Run no kernel."""
+
+
 def rows_at(offset: int, n: int, nbytes: int, rng: np.random.Generator) -> torch.Tensor:
     """Return rows of random bytes that begin anywhere in their memory."""
     whole = torch.from_numpy(rng.integers(256, size=offset + n * nbytes, dtype=np.uint8))
@@ -68,9 +111,13 @@ one_copy = st.tuples(
 )
 
 
+needs_compiled = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+
+
+@needs_compiled
 @settings(deadline=None, max_examples=100)
 @given(st.lists(one_copy, max_size=MAX_COPIES + 4), st.sampled_from([1, 3]), st.integers(0, 99))
-def test_rows_are_copied(run: Run, described: list[Any], most_blocks: int, seed: int) -> None:
+def test_rows_are_copied(run: Run, described: list[Any], n_gpu: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     copies, wanted = [], []
     for nbytes, (n_more_source, n_more_target, n), offset, (has_taken, has_into) in described:
@@ -90,20 +137,20 @@ def test_rows_are_copied(run: Run, described: list[Any], most_blocks: int, seed:
                 torch.from_numpy(into.astype(np.int32)) if has_into else None,
             )
         )
-    for n_blocks, n_copies, argument in launches(copies, most_blocks):
-        assert 0 < n_blocks <= most_blocks
+    for n_blocks, n_copies in launches(run, copies, n_gpu):
+        assert 0 < n_blocks <= 8 * n_gpu
         assert 0 < n_copies <= MAX_COPIES
-        run(n_blocks, n_copies, 64, argument)
     for copy, after in zip(copies, wanted, strict=True):
         assert torch.equal(copy.target, after)
 
 
+@needs_compiled
 def test_a_cache_of_five_stores_takes_one_launch() -> None:
     rows = torch.zeros(100, 8)
     copies = [RowCopy(rows, rows.clone()) for _ in range(3 * 5)]
-    assert [(launch.n_blocks, launch.n_copies) for launch in launches(copies, 1000)] == [(1, 15)]
-    (large,) = launches([RowCopy(torch.zeros(10**5, 32), torch.zeros(10**5, 32))], 1056)
-    assert large.n_blocks == 1056
+    assert launches(nothing, copies, 132) == [(1, 15)]
+    large = RowCopy(torch.zeros(10**5, 32), torch.zeros(10**5, 32))
+    assert launches(nothing, [large], 132) == [(1056, 1)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -112,35 +159,6 @@ def test_it_compiles_for_gpus_and_spills_no_register(architecture: int) -> None:
     # With 32 registers, a multiprocessor runs as many threads as it can.
     assert n_registers <= 32
     assert spilled == 0
-
-
-@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
-def test_a_launch_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        def __init__(self, *what: Any) -> None:
-            assert what == (3, SOURCE, OPTIONS, ["copy_rows_on_device"])
-
-        def handle(self, name: str) -> int:
-            return 5
-
-    class Driver(Launching):
-        def _launch(self, kernel: int, *rest: Any) -> int:
-            n_blocks, n_copies, n_z, n_threads, *others, stream, arguments, _ = rest
-            assert (kernel, n_z, n_threads, others, stream) == (5, 1, N_THREADS, [1, 1, 0], 77)
-            argument = np.frombuffer(ctypes.string_at(arguments[0], 48 * MAX_COPIES), np.uint8)
-            run(n_blocks, n_copies, n_threads, argument)
-            return 0
-
-    found = native.library()
-    assert found is not None
-    monkeypatch.setattr(row_copies, "CudaModule", Module)
-    gpu = types.SimpleNamespace(multi_processor_count=2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    source, target = torch.arange(12.0).view(4, 3), torch.zeros(2, 3)
-    driver = CudaDriver(Driver(lambda *_: 0).table, found, torch.device("cuda", 3))
-    kernel = row_copies.RowCopyKernel(3, driver)
-    kernel.copy([RowCopy(source, target, taken=torch.tensor([3, 1], dtype=torch.int32))], 77)
-    assert torch.equal(target, source[[3, 1]])
 
 
 def test_a_kernel_that_does_not_compile_is_named_once(

@@ -247,7 +247,7 @@ def test_an_interrupt_before_a_write_is_queued(seed: int, monkeypatch: pytest.Mo
         run.step(sim, runner, i, next(batches))
     lent = next(batches)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner._last_loop.write_queue, "add", interrupted)
+        patch.setattr(runner._last_loop.writes, "add", interrupted)
         run.step(sim, runner, 4, lent)
     del lent
     runner.close()

@@ -101,7 +101,7 @@ class Run:
                         switch(device, name)
                     if epoch and i + 1 == stop_after:
                         break
-            self.is_native = isinstance(runner_of(feeder)._last_loop.write_queue, EngineWrites)
+            self.is_native = isinstance(runner_of(feeder)._last_loop.writes, EngineWrites)
         # The program reads the rows right after the loop, and uses all memory that it has freed.
         self.x, self.y = self.x.copy(), self.y.copy()
         del batch

@@ -406,7 +406,7 @@ def test_a_write_from_the_writer_thread_does_not_wait_for_itself() -> None:
     with Feeder(store, rows=THIRDS[:3], depth=2, device=StagingDevice()) as feeder:
         batches = feeder.batches()
         first = next(batches)
-        queue = runner_of(feeder)._last_loop.write_queue
+        queue = runner_of(feeder)._last_loop.writes
         groups = first._lent.groups
         values = torch.full((4, 2), 7.0, dtype=torch.float64)
         store.again = lambda: queue.add(

@@ -118,7 +118,7 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
     for batch in range(5):
         write = log.append(batch, [], HeldValues([], stream, stream.record()))
         write_queue.add(PendingWrite(batch, write, [], log), check=True)
-    write_queue.drain()
+    write_queue.finish()
     threads.join_writers()
     assert counters.stats().write_wait_s == counted_s
     assert counters.timeline is not None

@@ -87,9 +87,9 @@ class Module:
         return 1 + self._names.index(name)
 
 
-def moves_of(stores: Any, kind: Any, grid: Grid, *options: Any) -> RowMoves:
+def moves_of(stores: Any, kind: Any, grid: Grid, *rest: Any, **options: Any) -> RowMoves:
     """Return moves of the rows of stores by kernels whose handles are numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "CudaModule", Module)
         stored = stores if isinstance(stores, dict) else dict(enumerate(stores))
-        return kernels.RowKernels(0).moves(kind, stored, grid, *options)
+        return kernels.RowKernels(0).moves(kind, stored, grid, *rest, **options)

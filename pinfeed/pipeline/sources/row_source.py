@@ -29,6 +29,7 @@ from pinfeed.stores.store import Store
 from pinfeed.tensors.pytree import Rebuild
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
+GROUP_DEFAULTS = tuple(RowGroup._field_defaults.values())
 new_row_group: Callable[[tuple[Any, ...]], RowGroup] = functools.partial(tuple.__new__, RowGroup)
 
 
@@ -124,5 +125,5 @@ class RowSource(OrderedSource):
         for make_ragged in ragged:
             items, bounds = make_ragged(rows, indices.places)
             host_parts += [*items, ArrayPart(bounds)]
-        groups = [new_row_group((rows, 0, self.stores, None, None, None))]
+        groups = [new_row_group((rows, 0, self.stores, *GROUP_DEFAULTS))]
         return HostBatch(host_parts, self.rebuild, indices.batches, groups)

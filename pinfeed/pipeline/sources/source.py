@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Tensor
@@ -55,6 +56,12 @@ class RowGroup(NamedTuple):
     """The row indices on the device, if it reads or writes some of the stores itself."""
     cached: CachedRows | None = None
     """Rows of the batch in a cache on the device, which are not gathered; None without a cache."""
+    ids_part: int | None = None
+    """Index of a part of the batch with the row indices; None if there is none."""
+    unread: npt.NDArray[np.int32] | None = None
+    """The rows to gather, each with its place, shape (m, 2); None for all rows."""
+    may_change: bool = True
+    """Whether the rows may be written."""
 
     @property
     def batch_rows(self) -> Rows:
@@ -64,6 +71,8 @@ class RowGroup(NamedTuple):
     @property
     def written(self) -> Rows:
         """Indices of the rows that the batch may write."""
+        if not self.may_change:
+            return self.rows[:0]
         return self.rows if self.cached is None else self.cached.written
 
     def cut(self, begin: int, end: int) -> RowGroup:
@@ -213,6 +222,14 @@ class Source(ABC):
             TypeError: If the number is unknown.
         """
         return len(self)
+
+    @property
+    def trained_stores(self) -> Sequence[Store]:
+        """All stores of the rows, if a batch has the newest values of its rows until the next one.
+
+        Rows of other sources may have newer values elsewhere. By default, there are none.
+        """
+        return ()
 
     def rows_version(self) -> object:
         """Return a value that changes when files of the rows are written or replaced.

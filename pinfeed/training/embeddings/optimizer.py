@@ -302,8 +302,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def release(self, table: HostEmbedding) -> None:
         """Drop the rows of the batch, and keep the state of the whole table."""
-        weight, rows = self.tables[table].no_rows()
-        self._switch(table, weight, weight, rows)
+        state = self.tables[table]
+        self._switch(table, state.no_weight, state.no_weight, state.no_state)
 
     @property
     def _attributes(self) -> frozenset[str]:
@@ -361,15 +361,20 @@ class RowOptimizer(torch.optim.Optimizer):
         of the whole table.
         """
         state = self.tables[table]
-        next_state = state.next_state(self._state_of(state), rows)
+        states = self.inner.state
+        next_state = state.next_state(states.get(state.weight, {}), rows)
         if next_state:
-            self.inner.state[weight] = next_state
+            states[weight] = next_state
+        earlier = state.weight
         state.switch(weight, lent)
         self._set_group_parameters([other.lent for other in self.tables.values()])
-        current = {id(other.weight) for other in self.tables.values()}
-        outdated = [parameter for parameter in self.inner.state if id(parameter) not in current]
-        for parameter in outdated:
-            del self.inner.state[parameter]
+        if earlier is not weight:
+            states.pop(earlier, None)
+        if len(states) > len(self.tables):
+            # An interrupt has cut off an earlier call.
+            current = {id(other.weight) for other in self.tables.values()}
+            for parameter in [one for one in states if id(one) not in current]:
+                del states[parameter]
 
 
 def _layouts(

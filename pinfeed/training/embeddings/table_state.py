@@ -37,7 +37,11 @@ class TableState:
         self.table = table
         self.layout = layout
         self.stores = stores
-        self.weight = nn.Parameter(_no_rows((table.embedding_dim,), table.store.dtype))
+        self.no_weight = nn.Parameter(_no_rows((table.embedding_dim,), table.store.dtype))
+        """Parameter without rows, which the optimizer has between two batches."""
+        self.no_state = [_no_rows(row.row_shape, row.dtype) for row in layout.rows]
+        """Row-wise state of no rows, in the order of ``layout.rows``."""
+        self.weight = self.no_weight
         """Parameter that the optimizer updates."""
         self.lent = self.weight
         """Parameter that the training step and the parameter groups have.
@@ -55,20 +59,12 @@ class TableState:
         self.has_unused_gradients = False
         """Whether the batch got gradients after its last step, including dropped gradients."""
 
-    @property
-    def row_keys(self) -> set[str]:
-        """Keys of row-wise state."""
-        return {row.key for row in self.layout.rows}
-
-    def no_rows(self) -> tuple[nn.Parameter, list[torch.Tensor]]:
-        """Return a parameter without rows, and its row-wise state."""
-        weight = nn.Parameter(_no_rows(self.weight.shape[1:], self.table.store.dtype))
-        return weight, [_no_rows(row.row_shape, row.dtype) for row in self.layout.rows]
+        self._row_keys = {row.key for row in layout.rows}
+        self._note_gradients_of(self.no_weight)
 
     def whole_table_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a parameter's state that is not row-wise."""
-        keys = self.row_keys
-        return {key: value for key, value in state.items() if key not in keys}
+        return {key: value for key, value in state.items() if key not in self._row_keys}
 
     def next_state(self, state: Mapping[str, Any], rows: list[torch.Tensor]) -> dict[str, Any]:
         """Return a parameter's state for other rows.
@@ -91,10 +87,10 @@ class TableState:
         self.is_stepped = False
         self.has_pending_gradients = False
         self.has_unused_gradients = False
-        if lent.requires_grad:
-            # A weak reference, because the garbage collector cannot see the references of a hook.
-            hook = functools.partial(_note_gradient, weakref.ref(self))
-            lent.register_post_accumulate_grad_hook(hook)
+        if lent is self.no_weight:
+            lent.grad = None
+        elif lent.requires_grad:
+            self._note_gradients_of(lent)
 
     def changed_rows(self, state: Mapping[str, Any], optimizer: str) -> list[torch.Tensor | None]:
         """Return row-wise state after a step, with None for state that does not exist yet.
@@ -107,7 +103,7 @@ class TableState:
             ArgumentError: If the optimizer keeps state that the trial on a small table did not
                 show.
         """
-        if unknown := set(state) - self.row_keys - self.layout.tables:
+        if unknown := state.keys() - self._row_keys - self.layout.tables:
             raise ArgumentError(
                 f"{optimizer} keeps state {sorted(unknown)}, "
                 "which it did not keep in its trial on a small table"
@@ -126,6 +122,11 @@ class TableState:
                 f"expected {expected}, {row.dtype}, as in its trial on a small table"
             )
         return values
+
+    def _note_gradients_of(self, weight: nn.Parameter) -> None:
+        # A weak reference, because the garbage collector cannot see the references of a hook.
+        hook = functools.partial(_note_gradient, weakref.ref(self))
+        weight.register_post_accumulate_grad_hook(hook)
 
 
 def _no_rows(row_shape: Sequence[int], dtype: Any) -> torch.Tensor:

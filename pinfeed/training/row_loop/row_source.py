@@ -14,6 +14,7 @@ from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.loader_source import END, LoaderSource
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup
+from pinfeed.stores import Store
 from pinfeed.stores.host_rows import StoreRows
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.numpy_torch import to_torch
@@ -80,6 +81,13 @@ class TableRowSource(LoaderSource):
         ranks = {} if self._ranks is None else {"ranks": [self._ranks.rank, self._ranks.size]}
         tables = [[table.name, table.n_rows] for table in self._tables]
         return {"order": "a DataLoader's own", "tables": tables, **ranks}
+
+    @property
+    def trained_stores(self) -> Sequence[Store]:
+        is_trained = self._ranks is None and any(table.writes for table in self._tables)
+        if not is_trained or any(self.caches):
+            return ()
+        return [store for table in self._tables for store in table.stores]
 
     def begin(self) -> None:
         super().begin()
@@ -183,7 +191,14 @@ class TableRowSource(LoaderSource):
                 rows = one.gathered
                 one.part = len(parts)
                 parts.append(HostLeaf(torch.from_numpy(one.packed_positions)))
-            group = RowGroup(rows, len(parts), table.stores, cached=one)
+            group = RowGroup(
+                rows,
+                len(parts),
+                table.stores,
+                cached=one,
+                ids_part=len(parts) - 1 if rows is lookup.rows else None,
+                may_change=table.writes,
+            )
             parts += [StoreRows(store, rows) for store in table.stores]
             parts += position_parts(lookup)
             every.append(_HostRows(lookup, group, link))

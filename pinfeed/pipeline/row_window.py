@@ -1,0 +1,247 @@
+"""RowWindow: the batches of a training loop whose rows a device reads and writes itself.
+
+Batch k is gathered while batches k-d to k-1, the window, are not written yet, where d is the depth.
+The rows of these batches are in flight, and never read from their stores: a batch takes them from
+the newest batch that has them, on the device, when the loop requests it. All other rows are gathered
+after the write of batch k-d-1. So every row has one place where its newest value is, which is known
+when the batch is drawn, whatever is written and when. A write is work of the device, and its event is
+its completion; no thread waits for it.
+
+``Transfer`` moves the batches. Here are the waits of the writes; the names of hazards continue those
+in transfer.py.
+
+    readers                          consumer
+
+    fill:   rows in flight
+            Transfer.fill
+                                     queue: read.wait(written of batch k-d-1)      (13)
+                                            Transfer.queue
+                                            read: store -> memory      rows that are not in flight
+                                     lend:  Transfer.lend
+                                            compute.wait(work of batches k-d to k-1)  (5)
+                                            compute: batches k-d to k-1 -> memory  rows in flight
+                                            free memory of batch k-d-1
+                                     write: write.wait(compute.record())           (7)
+                                            write: memory -> store
+                                            written = write.record()
+    finish, quiesce:                 write.record().sync()                         (9), (14)
+
+   (13) the newest values may not be in the stores yet
+   (14) the caller reads the stores next
+
+The memory of a batch is kept until a later batch was lent that has waited for its write (13), (4).
+So the stream of the loop has passed the write before it uses the memory again. If the loop has
+changed its stream since, the memory is shared with the new stream first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pinfeed.devices.device import Event, RowCopy, Stream, Tensor
+from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.slot import DeviceSlot, Slot
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.pipeline.transfer import Transfer
+from pinfeed.pipeline.write_queue import LoopWrites
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A batch that the loop has received, and whose rows may be in flight."""
+
+    indices: Sequence[Tensor]
+    """For each group, its row indices on the device."""
+    values: Sequence[list[Tensor]]
+    """For each group, the newest values of its rows, one tensor for each store."""
+    streams: set[Stream]
+    """Streams of the consumer in which they were computed."""
+    written: Event | None = None
+    """Event after the last write of the batch; None if it has not changed."""
+
+
+class RowWindow:
+    """Moves the batches of one loop, and writes their rows back.
+
+    Args:
+        transfer: Mover of the batches.
+        depth: Number of batches in the window.
+    """
+
+    def __init__(self, transfer: Transfer, depth: int) -> None:
+        self.transfer = transfer
+        self.counters = transfer.counters
+        self.device = transfer.device
+        self.reserve = transfer.reserve
+        self.fill = transfer.fill
+        self._depth = depth
+        self._read = transfer.read_stream
+        self._write = transfer.write_stream
+        # The batches of the window and the one before them, by number, oldest first.
+        self._batches: dict[int, _InFlight] = {}
+
+    def queue(self, slot: DeviceSlot) -> None:
+        """Queue the copies of a full slot, as ``Transfer.queue`` does (consumer)."""
+        if slot.gathered is not None:
+            last = slot.number - self._depth - 1
+            for number, batch in self._batches.items():
+                if number <= last and batch.written is not None:
+                    self._read.wait(batch.written)  # the values may not be in the stores yet
+        self.transfer.queue(slot)
+
+    def lend(self, slot: DeviceSlot) -> deque[list[Tensor]]:
+        """Return the tensors of the slot's batch with their newest values (consumer)."""
+        batch = slot.batch
+        assert batch is not None
+        positions = slot.tensors[-1] if len(slot.tensors) > len(batch.parts) else None
+        lent = self.transfer.lend(slot)
+        (tensors,) = lent
+        compute = self.device.current_stream()
+        groups = batch.groups
+        values = [tensors[group.first : group.first + len(group.stores)] for group in groups]
+        if positions is not None:
+            self._forward(batch, positions, values, compute)
+        self._free_before(slot.number - self._depth, compute)
+        indices = [tensors[group.ids_part] for group in groups if group.ids_part is not None]
+        self._batches[slot.number] = _InFlight(indices, values, {compute})
+        return lent
+
+    def write(
+        self,
+        groups: Sequence[RowGroup],
+        values: Sequence[Sequence[Tensor | None] | None],
+        number: int,
+    ) -> None:
+        """Queue the write of a batch that was lent (consumer).
+
+        Args:
+            groups: Rows of the batch.
+            values: Values for each store; None leaves a store, or a whole group, unchanged.
+            number: Number of the batch.
+        """
+        batch = self._batches[number]
+        compute = self.device.current_stream()
+        batch.streams.add(compute)
+        changed = []
+        for group, newest, tensors in zip(groups, batch.values, values, strict=True):
+            changed.append([])
+            for i, tensor in enumerate(tensors or ()):
+                if tensor is not None:
+                    # The program may have changed its stream since it allocated this.
+                    self.device.share(tensor, compute)
+                    newest[i] = tensor
+                    changed[-1].append((group.stores[i], tensor))
+        timeline = self.counters.timeline
+        self._write.wait(compute.record())  # the values may not be computed yet
+        begun = None if timeline is None else self._write.record(timed=True)
+        try:
+            for group, stored, indices in zip(groups, changed, batch.indices, strict=True):
+                if stored and len(group.rows):
+                    self.device.write(stored, group.rows, self._write, indices)
+        finally:
+            batch.written = self._write.record(timed=begun is not None)
+        if timeline is not None and begun is not None:
+            timeline.add_timed("write", number, begun, batch.written)
+
+    def finish(self) -> None:
+        """Wait until all writes are in their stores (consumer, or a thread that ends the loop)."""
+        # After an interrupt in ``write``, too, which may have come before its event.
+        self._write.record().sync()  # the caller reads the stores, or frees the values next
+
+    def quiesce(self) -> None:
+        """Wait for queued copies and release their memory (consumer)."""
+        # An interrupt may have ended the last call of this.
+        self.finish()
+        self.transfer.quiesce()
+        self._batches = {}
+
+    def _forward(
+        self,
+        batch: HostBatch,
+        positions: Tensor,
+        values: Sequence[Sequence[Tensor]],
+        compute: Stream,
+    ) -> None:
+        """Copy the newest values of rows in flight to a batch."""
+        assert batch.shared is not None
+        every = [overlap for each in batch.shared.overlaps for overlap in each.values()]
+        sizes = [shared.n_rows for overlap in every for shared in overlap for _ in range(2)]
+        ranges = iter(self.device.split(positions, sizes))
+        awaited = {compute}
+        copies = []
+        for g, overlaps in enumerate(batch.shared.overlaps):
+            for number in overlaps:
+                earlier = self._batches[number]
+                for stream in earlier.streams - awaited:
+                    compute.wait(stream.record())  # values may not be computed yet
+                awaited |= earlier.streams
+                into, taken, _, _ = itertools.islice(ranges, 4)
+                copies += [
+                    RowCopy(source, target, taken, into)
+                    for source, target in zip(earlier.values[g], values[g], strict=True)
+                ]
+        self.device.copy_rows(copies, compute)
+
+    def _free_before(self, first: int, compute: Stream) -> None:
+        """Free the memory of the batches before number ``first``, whose writes were waited for."""
+        for number in [number for number in self._batches if number < first]:
+            batch = self._batches.pop(number)
+            if batch.streams != {compute}:
+                for tensor in (*batch.indices, *(one for each in batch.values for one in each)):
+                    self.device.share(tensor, compute)
+
+
+class WindowWrites(LoopWrites):
+    """Write-backs of a window, and their first error.
+
+    Args:
+        window: The window.
+        threads: Threads of the loop.
+    """
+
+    def __init__(self, window: RowWindow, threads: LoopThreads) -> None:
+        super().__init__(threads)
+        self._window = window
+
+    def write(
+        self,
+        groups: Sequence[RowGroup],
+        values: Sequence[Sequence[Tensor | None] | None],
+        batch: int,
+        *,
+        copied: bool,
+        check: bool,
+    ) -> None:
+        """Queue the write of a batch (consumer).
+
+        Nothing is copied, because a caller that changes the values afterwards waits for the write.
+        """
+        self.require_running()
+        if check:
+            self.check()
+        if self._has_failed:
+            return
+        try:
+            self._window.write(groups, values, batch)
+        except Exception as error:
+            self._note(error)
+
+    def check(self) -> None:
+        self._raise_noted(is_over=not self._threads.has_ended)
+
+    def flush(self, *, is_last: bool = False) -> None:
+        # The program may end next.
+        self.finish()
+
+    def finish(self) -> None:
+        counters = self._window.counters
+        start = counters.now()
+        try:
+            self._window.finish()
+        except Exception as error:
+            self._note(error)
+        # The GPU may still work on the last training steps.
+        counters.count_write_wait(start, idle=False)
