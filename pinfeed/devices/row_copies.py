@@ -96,15 +96,18 @@ class RowCopyKernel:
         """Queue copies between contiguous tensors in a stream, which is given by its handle."""
         fields: list[int] = []
         for source, target, taken, into in copies:
-            n = len(source if taken is None and into is None else into if taken is None else taken)
-            if n and target.nbytes:
+            # len() of a tensor is a Python function.
+            positions = into if taken is None else taken
+            n = (source if positions is None else positions).shape[0]
+            nbytes = target.nbytes
+            if n and nbytes and source.shape[0]:
                 fields += (
                     source.data_ptr(),
                     target.data_ptr(),
                     0 if taken is None else taken.data_ptr(),
                     0 if into is None else into.data_ptr(),
-                    n if len(source) else 0,
-                    target.nbytes // len(target),
+                    n,
+                    nbytes // target.shape[0],
                 )
         if fields:
             limits = N_THREADS, self._most_blocks

@@ -1,8 +1,8 @@
 /* Rows that the GPU moves itself: those in page-locked memory, and those in its own memory.
  *
- * Of the first, the host only writes row indices into staging memory, which go to the GPU like any part of a
- * job. Kernels then move the rows over the link (pinfeed/devices/kernels.py). Rows that follow each
- * other are one copy.
+ * Of the first, the host only writes row indices into staging memory, which go to the GPU like any
+ * part of a job. Kernels then move the rows over the link (pinfeed/devices/kernels.py). Rows that
+ * follow each other are one copy.
  *
  * On one NVIDIA H200, rows of 64 to 256 B took the same time, probably that of translating their
  * addresses. So short rows of a large table are read in the order of their pages: the indices are

@@ -124,20 +124,15 @@ def _fill_parts(
         thunks = epochs.thunks()
     else:
         thunks = source.epoch(*begin, schedule.batches_per_slot)
-    writer: Transfer | HostWrites | None = None
-    # The writer of a device that uses host memory, and a window, wrap methods of their mover.
-    moves: Any = mover
-    open_writes: Callable[[LoopThreads], LoopWrites] | None = None
-    if schedule.has_writer:
-        moves = writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
-        open_writes = _queue_of(writer, schedule)
-        if isinstance(mover, Transfer) and _moves_all_rows(mover, source):
-            moves = window = RowWindow(mover, schedule.depth)
-            open_writes = functools.partial(WindowWrites, window)
+    moves, writer, open_writes = _write_parts(mover, source, schedule)
     opened = contextlib.ExitStack()
     thunks = _in_context(opened, source, thunks)
-    in_window = isinstance(moves, RowWindow)
-    draws = _draws(mover, thunks, first, schedule, transforms, writer, in_window=in_window)
+    plain = _draws(mover, thunks, schedule, transforms)
+    draws: BatchDraws = plain
+    # Batches share no written rows without writes, or if every row of an epoch is distinct.
+    if writer is not None and schedule.writes and schedule.repeats:
+        in_window = isinstance(moves, RowWindow)
+        draws = ComparedDraws(plain, writer, first, schedule, finds_unread=in_window)
     opened.callback(draws.close)
     filler = Filler(mover, draws, moves.fill, first, schedule)
     lend = moves.lend
@@ -327,6 +322,19 @@ def _engine_loop(
     )
 
 
+def _write_parts(
+    mover: Mover, source: Source, schedule: PrefetchSchedule
+) -> tuple[Any, Writer | None, Callable[[LoopThreads], LoopWrites] | None]:
+    """Return what moves the batches of a loop, its writer, and how its write-backs are made."""
+    if not schedule.has_writer:
+        return mover, None, None
+    writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
+    if isinstance(mover, Transfer) and _moves_all_rows(mover, source):
+        window = RowWindow(mover, schedule.depth)
+        return window, writer, functools.partial(WindowWrites, window)
+    return writer, writer, _queue_of(writer, schedule)
+
+
 def _moves_all_rows(mover: Transfer, source: Source) -> bool:
     """Return whether the device reads and writes all rows of a training loop itself."""
     stores = source.trained_stores
@@ -378,23 +386,15 @@ def _loader_loop(
 def _draws(
     mover: Mover,
     thunks: Thunks,
-    first: int,
     schedule: PrefetchSchedule,
     transforms: LoopTransforms,
-    writer: Writer | None,
-    *,
-    in_window: bool,
-) -> BatchDraws:
+) -> Draws:
     """Return the draws of a loop."""
-    draws = Draws(mover, thunks)
     # The source calls ``host_transform``, unless the loop reads the rows for it.
     host = transforms.host if transforms.gather is None else None
     if host is not None or schedule.n_readers > 1:
-        draws = SharedDraws(mover, thunks, schedule.n_readers, host)
-    # Batches share no written rows without writes, or if every row of an epoch is distinct.
-    if writer is not None and schedule.writes and schedule.repeats:
-        return ComparedDraws(draws, writer, first, schedule, finds_unread=in_window)
-    return draws
+        return SharedDraws(mover, thunks, schedule.n_readers, host)
+    return Draws(mover, thunks)
 
 
 def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:

@@ -106,6 +106,20 @@ class LoopThreads:
                 self._writer = self._device.worker("pinfeed-write")
             return self._writer.submit(self._write, self._named("write", batch, fn), *args)
 
+    def queue_write(self, fn: Callable[..., object], *args: Any) -> bool:
+        """Call ``fn(*args)``, which queues a write on the device.
+
+        Returns:
+            False if a signal handler has closed the feeder in the meantime.
+
+        Raises:
+            ClosedError: If another thread has closed the feeder.
+        """
+        with self._joining:
+            self._require_writers()
+            fn(*args)
+            return not self._are_writers_joined
+
     def open_row_writer(self, make: Callable[[], RowWriter]) -> RowWriter:
         """Return the writer without Python, which ``make`` opens before the first write-back."""
         with self._joining:

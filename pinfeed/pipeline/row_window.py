@@ -1,13 +1,12 @@
 """RowWindow: the batches of a training loop whose rows a device reads and writes itself.
 
-Batch k is gathered while batches k-d to k-1, the window, are not written yet, where d is the depth.
-The rows of these batches are in flight, and never read from their stores: a batch takes them from
-the newest batch that has them, on the device, when the loop requests it. All other rows are gathered
-after the write of batch k-d-1. So every row has one place where its newest value is, which is known
-when the batch is drawn, whatever is written and when. A write is work of the device, and its event is
-its completion; no thread waits for it.
+Batch k is gathered while batches k-d to k-1, the window, may not be written yet; d is the depth.
+Their rows are in flight, and are not read from the stores: when the loop requests batch k, it takes
+them on the device from the newest batch that has them. All other rows are gathered after the write
+of batch k-d-1. So it is known when a batch is drawn where the newest value of each row will be,
+whatever is written and when. A write is work of the device, and no thread waits for it.
 
-``Transfer`` moves the batches. Here are the waits of the writes; the names of hazards continue those
+``Transfer`` moves the batches. Here are the waits for writes; the numbers of hazards continue those
 in transfer.py.
 
     readers                          consumer
@@ -18,7 +17,6 @@ in transfer.py.
                                             Transfer.queue
                                             read: store -> memory      rows that are not in flight
                                      lend:  Transfer.lend
-                                            compute.wait(work of batches k-d to k-1)  (5)
                                             compute: batches k-d to k-1 -> memory  rows in flight
                                             free memory of batch k-d-1
                                      write: write.wait(compute.record())           (7)
@@ -26,12 +24,15 @@ in transfer.py.
                                             written = write.record()
     finish, quiesce:                 write.record().sync()                         (9), (14)
 
+    (7) the values may not be computed yet
+    (9) writes may still use memory that is about to be freed
    (13) the newest values may not be in the stores yet
    (14) the caller reads the stores next
 
 The memory of a batch is kept until a later batch was lent that has waited for its write (13), (4).
 So the stream of the loop has passed the write before it uses the memory again. If the loop has
-changed its stream since, the memory is shared with the new stream first.
+changed its stream since, the memory is shared with the new stream first. A program that changes its
+stream makes the new one wait for the step, as torch demands, so rows in flight need no wait.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pinfeed.devices.device import Event, RowCopy, Stream, Tensor
+from pinfeed.errors import ClosedError
 from pinfeed.pipeline.loop_threads import LoopThreads
-from pinfeed.pipeline.slot import DeviceSlot, Slot
+from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites
+from pinfeed.stores.store import Store
 
 
 @dataclass(eq=False)
@@ -85,11 +88,10 @@ class RowWindow:
 
     def queue(self, slot: DeviceSlot) -> None:
         """Queue the copies of a full slot, as ``Transfer.queue`` does (consumer)."""
-        if slot.gathered is not None:
-            last = slot.number - self._depth - 1
-            for number, batch in self._batches.items():
-                if number <= last and batch.written is not None:
-                    self._read.wait(batch.written)  # the values may not be in the stores yet
+        last = self._batches.get(slot.number - self._depth - 1)
+        if slot.gathered is not None and last is not None and last.written is not None:
+            # Earlier batches have waited for earlier writes.
+            self._read.wait(last.written)  # the values may not be in the stores yet
         self.transfer.queue(slot)
 
     def lend(self, slot: DeviceSlot) -> deque[list[Tensor]]:
@@ -104,7 +106,7 @@ class RowWindow:
         values = [tensors[group.first : group.first + len(group.stores)] for group in groups]
         if positions is not None:
             self._forward(batch, positions, values, compute)
-        self._free_before(slot.number - self._depth, compute)
+        self._free(slot.number - self._depth - 1, compute)
         indices = [tensors[group.ids_part] for group in groups if group.ids_part is not None]
         self._batches[slot.number] = _InFlight(indices, values, {compute})
         return lent
@@ -125,7 +127,7 @@ class RowWindow:
         batch = self._batches[number]
         compute = self.device.current_stream()
         batch.streams.add(compute)
-        changed = []
+        changed: list[list[tuple[Store, Tensor]]] = []
         for group, newest, tensors in zip(groups, batch.values, values, strict=True):
             changed.append([])
             for i, tensor in enumerate(tensors or ()):
@@ -170,14 +172,10 @@ class RowWindow:
         every = [overlap for each in batch.shared.overlaps for overlap in each.values()]
         sizes = [shared.n_rows for overlap in every for shared in overlap for _ in range(2)]
         ranges = iter(self.device.split(positions, sizes))
-        awaited = {compute}
         copies = []
         for g, overlaps in enumerate(batch.shared.overlaps):
             for number in overlaps:
                 earlier = self._batches[number]
-                for stream in earlier.streams - awaited:
-                    compute.wait(stream.record())  # values may not be computed yet
-                awaited |= earlier.streams
                 into, taken, _, _ = itertools.islice(ranges, 4)
                 copies += [
                     RowCopy(source, target, taken, into)
@@ -185,13 +183,12 @@ class RowWindow:
                 ]
         self.device.copy_rows(copies, compute)
 
-    def _free_before(self, first: int, compute: Stream) -> None:
-        """Free the memory of the batches before number ``first``, whose writes were waited for."""
-        for number in [number for number in self._batches if number < first]:
-            batch = self._batches.pop(number)
-            if batch.streams != {compute}:
-                for tensor in (*batch.indices, *(one for each in batch.values for one in each)):
-                    self.device.share(tensor, compute)
+    def _free(self, number: int, compute: Stream) -> None:
+        """Free the memory of a batch, if it was lent. A wait for its write was queued before."""
+        batch = self._batches.pop(number, None)
+        if batch is not None and batch.streams != {compute}:
+            for tensor in (*batch.indices, *itertools.chain.from_iterable(batch.values)):
+                self.device.share(tensor, compute)
 
 
 class WindowWrites(LoopWrites):
@@ -225,7 +222,11 @@ class WindowWrites(LoopWrites):
         if self._has_failed:
             return
         try:
-            self._window.write(groups, values, batch)
+            if not self._threads.queue_write(self._window.write, groups, values, batch):
+                # The memory of the loop is freed next.
+                self._window.finish()
+        except ClosedError:
+            raise
         except Exception as error:
             self._note(error)
 
@@ -233,8 +234,9 @@ class WindowWrites(LoopWrites):
         self._raise_noted(is_over=not self._threads.has_ended)
 
     def flush(self, *, is_last: bool = False) -> None:
-        # The program may end next.
-        self.finish()
+        if not is_last:
+            # The program ends next. Otherwise ``finish`` comes next.
+            self.finish()
 
     def finish(self) -> None:
         counters = self._window.counters

@@ -274,16 +274,16 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         lent = weight if lent is None else lent
         self._switch(table, weight, lent, rows)
-        groups = self.param_groups
-        group = next(group for group in groups if any(one is lent for one in group["params"]))
-        on_device = group.get("capturable") or group.get("fused")
         own = self.inner.state.get(weight, {})
-        for key, value in own.items():
+        for key in self.tables[table].layout.tables:
+            value = own.get(key)
             if not isinstance(value, torch.Tensor) or value.device == weight.device:
                 continue
             # The state is from a checkpoint, or from a loop on another device. torch keeps state
             # that is a single number on the CPU, unless the optimizer needs it on the device.
-            if value.ndim or on_device:
+            groups = self.param_groups
+            group = next(group for group in groups if any(one is lent for one in group["params"]))
+            if value.ndim or group.get("capturable") or group.get("fused"):
                 own[key] = value.to(weight.device)
 
     def changed(self, table: HostEmbedding) -> list[torch.Tensor | None] | None:
