@@ -2,8 +2,8 @@
 
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
         hazard that it prevents. ``Writer`` records ``ready``. Waits of caches are in row_cache.py,
-        those of tables that the device writes itself in row_window.py, those of loops whose batches
-        need no Python in native/engine.c, write.c and move.c, and waits of activations in
+        and those of tables that the device writes itself in row_window.py. Loops whose batches need
+        no Python wait in native/engine.c, write.c and move.c, and activations in
         training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
         calls them: the consumer (it runs the training loop), a reader, or the writer.
