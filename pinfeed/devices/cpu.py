@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.devices.device import RowCopy
-from pinfeed.devices.layout import RowLayout, tensors_in_blocks
+from pinfeed.devices.layout import RowLayout, copy_blocks, tensors_in_blocks
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import BufferPool, Bytes, huge
@@ -150,6 +150,11 @@ class HostDevice:
                 np.copyto(out, values)
             else:
                 put_rows(out, memory_of(into), values)
+
+    def copy_staged(
+        self, staged: Any, layout: RowLayout, wholes: Any, streams: Any, *, timed: bool
+    ) -> tuple[HostEvent | None, HostEvent]:
+        return copy_blocks(self, staged, layout, wholes, streams, timed=timed)
 
     def adopts(self, part: UnreadPart) -> bool:
         return getattr(part, "host_value", None) is not None

@@ -25,7 +25,7 @@ from pinfeed.devices.cuda_streams import (
     take_mark,
 )
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
-from pinfeed.devices.layout import RowLayout
+from pinfeed.devices.layout import RowLayout, copy_blocks
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
@@ -189,6 +189,25 @@ class CudaDevice(DirectAccess):
         )
         with queued_in(stream.raw):
             target.copy_(source, non_blocking=True)
+
+    def copy_staged(
+        self,
+        staged: npt.NDArray[np.uint8],
+        layout: RowLayout,
+        wholes: Sequence[torch.Tensor],
+        streams: tuple[CudaStream, CudaStream],
+        *,
+        timed: bool,
+    ) -> tuple[Any, Any]:
+        if self.engine_driver is None or timed:
+            return copy_blocks(self, staged, layout, wholes, streams, timed=timed)
+        at = staged.__array_interface__["data"][0]
+        copies = [
+            (whole.data_ptr(), at + begin, end - begin)
+            for whole, (begin, end) in zip(wholes, layout.staged_blocks(len(staged)), strict=False)
+        ]
+        compute, side = streams
+        return None, self.engine_driver.copy_all(copies, compute.handle, side.handle)
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: CudaStream) -> None:
         kernel = self._row_copy_kernel

@@ -6,6 +6,7 @@ it, and another thread takes the lock. These calls keep it, except where a threa
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import NoReturn
@@ -87,6 +88,26 @@ class CudaDriver:
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy between two addresses, of which one is page-locked memory of the host."""
         self._check(self._library.queue_copy(_pack_5(self.address, to, source, nbytes, stream)))
+
+    def copy_all(
+        self, copies: Sequence[tuple[int, int, int]], compute: int, side: int
+    ) -> CudaEvent:
+        """Queue copies in a stream, after all work of another one, and return an event after them.
+
+        Args:
+            copies: Address of the target, address of the page-locked source, and bytes of each.
+            compute: Handle of the other stream.
+            side: Handle of the stream.
+        """
+        n = len(copies)
+        released, copied = self.event(), self.event()
+        targets, sources, nbytes = zip(*copies, strict=True) if copies else ((), (), ())
+        sizes = (ctypes.c_int64 * n)(*nbytes)
+        events = released.handle, copied.handle
+        table = 0, ctypes.addressof(sizes)
+        request = (self.address, side, compute, *events, 0, 0, n, *table, *targets, *sources)
+        self._check(self._library.move_small(packing(10 + 2 * n)(*request)))
+        return copied
 
     def copy_rows(
         self, kernel: int, n_threads: int, most_blocks: int, stream: int, copies: Sequence[int]

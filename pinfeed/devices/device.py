@@ -179,6 +179,29 @@ class Device(Protocol):
     def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Any) -> None:
         """Queue a copy between staging memory and a tensor, or between tensors."""
 
+    def copy_staged(
+        self,
+        staged: npt.NDArray[np.uint8],
+        layout: RowLayout,
+        wholes: Sequence[Tensor],
+        streams: tuple[Any, Any],
+        *,
+        timed: bool,
+    ) -> tuple[Event | None, Event]:
+        """Queue the copies of staging memory to blocks, after all work of a stream so far.
+
+        Args:
+            staged: Staging memory of the first parts.
+            layout: Layout of all parts.
+            wholes: Tensor of each block.
+            streams: Stream that may still use the memory of the blocks, and that of the copies.
+            timed: Whether events are timed.
+
+        Returns:
+            A timed event before the copies, or None; and an event after them.
+        """
+        ...
+
     def copy_rows(self, copies: Sequence[RowCopy], stream: Any) -> None:
         """Queue copies of rows, in one launch if the device can.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 # Bytes between the beginnings of two tensors in one buffer, as in torch's allocator.
 _ALIGNMENT = 512
@@ -97,6 +98,15 @@ class RowLayout(NamedTuple):
         blocks = [Block.of(parts[begin:end], rooms[begin:end]) for begin, end in edges]
         return cls(parts, ends[:-1], ends[-1], blocks, sum(nbytes))
 
+    def staged_blocks(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return the range [begin, end) of each block in ``nbytes`` of staging memory.
+
+        The parts that the device reads itself come last, and may share a block with others.
+        """
+        ends = list(itertools.accumulate(block.nbytes for block in self.blocks))
+        pairs = zip([0, *ends], ends, strict=False)
+        return [(begin, min(end, nbytes)) for begin, end in pairs if begin < min(end, nbytes)]
+
 
 def tensors_in_blocks(device: Any, layout: RowLayout, stream: Any) -> tuple[list[Any], list[Any]]:
     """Return what ``Device.empty_parts`` returns, by ``empty`` and ``tensor`` of a device."""
@@ -110,3 +120,29 @@ def tensors_in_blocks(device: Any, layout: RowLayout, stream: Any) -> tuple[list
         whole = device.tensor(buffer, (nbytes // dtype.itemsize,), dtype)
         wholes.append(tensors[-1] if len(parts) == 1 else whole)
     return tensors, wholes
+
+
+def copy_blocks(
+    device: Any,
+    staged: npt.NDArray[np.uint8],
+    layout: RowLayout,
+    wholes: Sequence[Any],
+    streams: tuple[Any, Any],
+    *,
+    timed: bool,
+) -> tuple[Any, Any]:
+    """Do what ``Device.copy_staged`` does, by ``copy`` and ``cut`` of a device."""
+    compute, side = streams
+    side.wait(compute.record())  # kernels may still use an earlier tensor in this memory
+    begun = side.record(timed=True) if timed else None
+    for block, whole, (begin, end) in zip(
+        layout.blocks, wholes, layout.staged_blocks(len(staged)), strict=False
+    ):
+        source, part = staged[begin:end], block.parts[0]
+        if len(block.parts) == 1:
+            source = source[: part.nbytes].view(part.dtype).reshape(part.shape)
+            device.copy(source, whole, side)
+            continue
+        source = source.view(block.dtype)
+        device.copy(source, device.cut(whole, 0, len(source)), side)
+    return begun, side.record(timed=timed)

@@ -5,7 +5,7 @@
  * copy. Long ones are a copy for each 2 MiB, which runs while the next ones are staged. Other parts
  * are copied from where they are.
  *
- *     move:    copied.query()  of the slot's last batch                                    (1)
+ *     move:    copied.query()  of the slot's last batch, before parts are staged           (1)
  *              released = record(compute)
  *              wait(side, released)                                                        (2)
  *              parts -> staging; copy(staging or part -> GPU, side)
@@ -87,8 +87,8 @@ int pf_move(const struct pf_move *move)
 {
     const struct pf_driver *driver = move->driver;
     struct pf_scope scope = pf_enter(driver);
-    /* An event without a record has passed; a reused one may have an older record. */
-    int error = driver->query(move->copied); /* (1) */
+    /* An event without a record has passed. */
+    int error = move->n_staged ? driver->query(move->copied) : 0; /* (1) */
     if (error) {
         pf_leave(driver, &scope);
         return error;

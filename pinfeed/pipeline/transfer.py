@@ -1,9 +1,10 @@
 """Transfer: the stream and event protocol of batches and of rows that are written back.
 
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
-        hazard that it prevents. ``Writer`` records ``ready``. Waits of caches are in row_cache.py,
-        and those of tables that the device writes itself in row_window.py. Loops whose batches need
-        no Python wait in native/engine.c, write.c and move.c, and activations in
+        hazard that it prevents. Only those of ``copy_staged`` are in the device, whose driver makes
+        them in one call. ``Writer`` records ``ready``. Waits of caches are in row_cache.py, and
+        those of tables that the device writes itself in row_window.py. Loops whose batches need no
+        Python wait in native/engine.c, write.c and move.c, and activations in
         training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
         calls them: the consumer (it runs the training loop), a reader, or the writer.
@@ -23,9 +24,11 @@ device memory is new each time, because the user owns a batch from the moment it
     fill:   copied.sync()        (1)
             gather -> staging
                                      queue: memory <- allocator (compute)
-                                            released = compute.record()
-                                            read.wait(released)   (2)
-                                            read: staging -> memory      with row indices
+                                            Device.copy_staged:
+                                                released = compute.record()
+                                                read.wait(released)   (2)
+                                                read: staging -> memory  with row indices
+                                                copied = read.record()
                                             read: store -> memory        direct route
                                             copied = read.record()
                                             transform.wait(copied) (11)
@@ -123,7 +126,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Device, Event, Stream, Tensor
-from pinfeed.devices.layout import BatchPart, Block, RowLayout
+from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import HeldValues, WriteLog
@@ -583,38 +586,29 @@ class Transfer(Writer):
         slot.compute = compute
         slot.tensors = tensors[: gathered.n_batch]
         slot.indices = tensors[gathered.n_batch :]
-        self._read.wait(compute.record())  # kernels may still use an earlier tensor in this memory
-        begun = self._read.record(timed=True) if self._timed else None
+        streams = compute, self._read
+        is_moved = False
+        begun = None
         try:
-            begin = 0
-            for block, whole in zip(layout.blocks, wholes, strict=True):
-                # The parts that the device reads itself come last, and may share a block.
-                end = min(begin + block.nbytes, len(gathered.staged))
-                if begin < end:
-                    staged = gathered.staged[begin:end]
-                    self._copy_block(staged, whole, block)
-                begin += block.nbytes
+            # In copy_staged, the copies wait: kernels may still use an earlier tensor in this
+            # memory.
+            begun, slot.copied = device.copy_staged(
+                gathered.staged, layout, wholes, streams, timed=self._timed
+            )
+            slot.filled = slot.copied
             self._read_direct(slot, gathered, batch, tensors)
+            is_moved = not gathered.sources
         finally:
             # The next fill of this slot waits for the queued copies, after an error too.
-            slot.copied = slot.filled = self._read.record(timed=self._timed)
+            if not is_moved:
+                slot.copied = slot.filled = self._read.record(timed=self._timed)
+            assert slot.copied is not None
             if self.is_stopping:
                 # Another thread ends the loop, and may have waited for its copies before these.
                 slot.copied.sync()  # copies may still write memory that was not lent
         if self._timeline is not None and begun is not None:
             n_batches = len(batch.batches)
             self._timeline.add_timed("copy", slot.number, begun, slot.copied, n_batches)
-
-    def _copy_block(self, staged: npt.NDArray[np.uint8], whole: Tensor, block: Block) -> None:
-        """Queue the copy of a block, or of its first parts, from staging memory."""
-        part = block.parts[0]
-        if len(block.parts) == 1:
-            source = staged[: part.nbytes].view(part.dtype).reshape(part.shape)
-        else:
-            source = staged.view(block.dtype)
-            if len(source) < block.nbytes // block.dtype.itemsize:
-                whole = self.device.cut(whole, 0, len(source))
-        self.device.copy(source, whole, self._read)
 
     def _read_direct(
         self, slot: DeviceSlot, gathered: Gathered, batch: HostBatch, tensors: Sequence[Tensor]

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import RowCopy
-from pinfeed.devices.layout import RowLayout, tensors_in_blocks
+from pinfeed.devices.layout import RowLayout, copy_blocks, tensors_in_blocks
 from pinfeed.native.library import library
 from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
 from pinfeed.rows.orders import Rows
@@ -202,6 +202,11 @@ class SimDevice:
         source = stream._reach(src)
         target = stream._reach(dst)
         stream._enqueue(lambda: np.copyto(target(), source()))
+
+    def copy_staged(
+        self, staged: Any, layout: RowLayout, wholes: Any, streams: Any, *, timed: bool
+    ) -> tuple[SimEvent | None, SimEvent]:
+        return copy_blocks(self, staged, layout, wholes, streams, timed=timed)
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: SimStream) -> None:
         reached = [
