@@ -56,6 +56,8 @@ from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
 from pinfeed.training.offload.saved_tensors import Geometry, SavedVersion, StorageRange
 
 _BYTES = np.dtype(np.uint8)
+_NODE_PIECES = 16
+"""Most pieces that one node of a graph saves; torch's own nodes save fewer."""
 _MOST_POSITIONS = 1024
 """Most positions that one search for a piece examines; many may belong to dead pieces."""
 
@@ -320,14 +322,15 @@ class OffloadTransfer:
     def _make_room(self, piece: SavedPiece, used: int) -> bool:
         """Return whether the piece may be fetched now, after dropping fetches with later uses.
 
-        A fetch that is not between ``piece`` and ``used`` is used later: the backward pass has
-        passed it, or it belongs to another graph.
+        A fetch that is not between ``piece`` and the pieces of the node that asks for ``used`` is
+        used later: the backward pass has passed it, or it belongs to another graph. The node saved
+        its pieces one after the other, and asks for the first one first.
         """
         room = self._window - piece.nbytes
         if self._fetches.nbytes > room:
             fetched = list(self._fetches.by_position)
             for other in fetched:
-                if piece.position <= other <= used:
+                if piece.position <= other < used + _NODE_PIECES:
                     continue
                 self._drop_fetch(other)
                 if self._fetches.nbytes <= room:

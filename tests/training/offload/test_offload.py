@@ -360,3 +360,17 @@ def test_a_copied_model_is_another_one() -> None:
             other(model(x)).sum()
         # The storages are those of x and of the intermediate result; all weights are leaves.
         assert offload.stats.n_storages == 2
+
+
+def test_a_node_that_saves_several_tensors_misses_none() -> None:
+    """A node asks for its first tensor first, after which the others would not be fetched again."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    x = torch.randn(4, 32, 64)
+    with Offload("cpu", host_limit="1GiB", threshold="1KiB", window="512KiB") as offload:
+        with offload.step(model, x):
+            loss = model(x).square().sum()
+        loss.backward()
+        assert offload.stats.n_storages > 50
+        assert offload.stats.n_missed == 0
