@@ -1,5 +1,6 @@
 """Offload on the CPU: equal bits, memory that moves and stays, and graphs of every kind."""
 
+import contextlib
 import copy
 import gc
 import threading
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.offload_models import MODELS, assert_same, chain, made, trained
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pinfeed import GiB, KiB, MiB
 from pinfeed.errors import ArgumentError, ClosedError
@@ -374,3 +376,24 @@ def test_a_node_that_saves_several_tensors_misses_none() -> None:
         loss.backward()
         assert offload.stats.n_storages > 50
         assert offload.stats.n_missed == 0
+
+
+def test_only_the_inputs_of_checkpointed_blocks_are_moved() -> None:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.TransformerEncoderLayer(64, 4, 128) for _ in range(4)])
+    x = torch.randn(32, 4, 64)
+    gradients = []
+    for is_offloaded in (False, True):
+        blocks.zero_grad()
+        torch.manual_seed(1)
+        with Offload("cpu", host_limit="1GiB", threshold="1KiB") as offload:
+            with offload.step(blocks, x) if is_offloaded else contextlib.nullcontext():
+                out = x
+                for block in blocks:
+                    out = checkpoint(block, out, use_reentrant=False)
+                loss = out.pow(3).sum()
+            loss.backward()
+            # The first block has the input, which stays; the loss has the output.
+            assert offload.stats.n_storages == 4 * is_offloaded
+        gradients.append([p.grad.clone() for p in blocks.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
