@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.step_comparison import RANGE_ENDS, ROUNDING
+from pinfeed.training.large_batch.step_comparison import ROUNDING, rounding_of
 from pinfeed.training.large_batch.step_result import (
-    FixedRandomness,
     StepResult,
-    has_drawn,
     norm_of,
+    number_contexts,
     relative_error,
     run_step,
 )
@@ -95,21 +91,12 @@ def compare_with_plain_step(
         ArgumentError: If chunks draw random numbers that cannot be fixed.
     """
     state = rng_state.capture()
-    is_fixed = False
-    if is_cut:
-        with rng_state.replayed(state):
-            run_step(spec, plain)
-            is_fixed = has_drawn(state)
-    contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
-    if is_fixed:
-        contexts = [FixedRandomness(at) for at in RANGE_ENDS]
+    drawn = run_step(spec, plain, state).drawn if is_cut else set()
     checks = []
-    for context in contexts:
-        results = []
-        for compute in (plain, other):
-            with rng_state.replayed(state), context:
-                results.append(run_step(spec, compute))
-        checks.append(_check_of(spec, strategy, results, is_fixed))
+    for context in number_contexts(drawn):
+        with context():
+            results = [run_step(spec, compute, state) for compute in (plain, other)]
+        checks.append(_check_of(spec, strategy, results, bool(drawn)))
     # The first one that is not exact, if there is one.
     return min(checks, key=bool)
 
@@ -129,7 +116,5 @@ def _check_of(
         relative_error(want.loss, got.loss),
         max(buffers, default=0.0),
     )
-    limits = [_ROUNDING.get(p.dtype, _ROUNDING[torch.float32]) for p in spec.parameters]
-    rounding = max(limits, default=_ROUNDING[torch.float32])
-    is_exact = max(errors) <= rounding
+    is_exact = max(errors) <= rounding_of(spec, _ROUNDING)
     return Check(strategy, *errors, is_exact=is_exact, has_fixed_numbers=is_fixed)

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,15 +41,13 @@ from pinfeed.training.large_batch.batches import (
 from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_result import (
-    FixedRandomness,
     ModelState,
     StepResult,
-    has_drawn,
     norm_of,
+    number_contexts,
     perturbed_parameters,
     relative_error,
     run_step,
-    state_on_copies,
     values_of,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
@@ -69,8 +66,6 @@ _LOSS_FAILS = "the loss fails on some of the samples"
 _CHUNKS_FAIL = "the step fails in chunks of some of the samples"
 _NEGLIGIBLE = 1e-3
 """Smallest share of the whole gradient's norm that the error of a parameter is divided by."""
-RANGE_ENDS = (0.98, 0.02)
-"""Positions of fixed random numbers; one near each end takes both sides of most branches."""
 _OUTPUT_BYTES = 16 << 20
 """Bytes of outputs for which losses are compared."""
 
@@ -90,6 +85,16 @@ class _DifferenceFound(Exception):
     def __init__(self, message: str, error: float = math.inf) -> None:
         super().__init__(message)
         self.error = error
+
+
+class _PlainStepFails(_DifferenceFound):
+    """The plain step fails on the samples of a comparison."""
+
+
+def rounding_of(spec: StepSpec, rounding: Mapping[torch.dtype, float] = ROUNDING) -> float:
+    """Return the relative difference that rounding explains in the gradients of a step."""
+    default = rounding[torch.float32]
+    return max((rounding.get(p.dtype, default) for p in spec.parameters), default=default)
 
 
 class StepComparison:
@@ -121,8 +126,7 @@ class StepComparison:
         self._n = n
         self._random = rng_state.capture()
         self.has_drawn = False
-        limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
-        self._limit = max(limits, default=ROUNDING[torch.float32])
+        self._limit = rounding_of(spec)
 
     def difference(self) -> tuple[str, float]:
         """Return a difference as a clause, and its relative size; "" and 0 if there is none."""
@@ -133,119 +137,87 @@ class StepComparison:
         return "", 0.0
 
     def _compare_all(self) -> None:
-        # This check is first, because the other computations would leave the parameters changed.
-        self._check_parameters_are_only_read()
-        contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
-            contextlib.nullcontext
-        ]
-        if self.has_drawn and self._strategy != "checkpoint":
-            contexts = [functools.partial(FixedRandomness, at) for at in RANGE_ENDS]
+        # This step is first, because the other ones would leave the parameters changed.
+        drawn = self._step_that_only_reads_parameters()
+        is_cut = self._strategy != "checkpoint"
+        with _failures_are_differences(PLAIN_FAILS):
+            contexts = number_contexts(drawn if is_cut else set())
+        self.has_drawn = bool(drawn)
         for context in contexts:
             spec = replace(self._spec, context=context)
-            outputs = self._compare_outputs(spec)
-            if self._strategy == "checkpoint":
+            random_loss = _RandomLoss(is_cut)
+            linear = replace(spec, loss=random_loss, reduction="sum", count=len)
+            fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
+            self._compare(linear, (self._samples[0], torch.arange(self._n)), fails, "")
+            if not is_cut:
                 return
-            if self._strategy != "two_pass":
-                self._compare_losses(spec, outputs)
-            self._compare(spec, self._samples, "the loss of a step differs")
+            if self._strategy == "accumulate":
+                self._compare_losses(spec, random_loss.outputs[0])
+            try:
+                self._compare(spec, self._samples, _LOSS_FAILS, "the loss of a step differs")
+            except _PlainStepFails:
+                # The loss needs more samples. Two passes give all outputs to the loss, so the
+                # random loss has shown whether the gradients are right.
+                if self._strategy == "accumulate":
+                    raise
 
-    def _check_parameters_are_only_read(self) -> None:
-        """Check that a forward pass writes to no parameter, and note whether it draws numbers."""
-        modules = self._spec.modules
-        rng_state.restore(self._random)
-        with state_on_copies(modules), perturbed_parameters(modules) as name_of_written:
+    def _step_that_only_reads_parameters(self) -> set[str]:
+        """Run a forward pass, which must not write to parameters; return the numbers it draws."""
+
+        def forward() -> torch.Tensor:
             # If the forward pass fails, the plain step fails next in the same way.
             with contextlib.suppress(_DifferenceFound), _failures_are_differences(PLAIN_FAILS):
                 call_model(self._spec.model, _cloned(self._samples[0]))
+            return torch.zeros(())
+
+        with perturbed_parameters(self._spec.modules) as name_of_written:
+            result = run_step(self._spec, forward, self._random)
             name = name_of_written()
         if name:
             raise _DifferenceFound(
                 f"the forward pass writes to the parameter {name!r}, so chunks would write to it "
                 "several times"
             )
-        if self._strategy != "checkpoint":
-            with _failures_are_differences(PLAIN_FAILS):
-                self.has_drawn = has_drawn(self._random)
-
-    def _compare_outputs(self, spec: StepSpec) -> Any:
-        """Compare steps with a random loss of all outputs, and return the outputs of the model."""
-        loss = _RandomLoss(is_cut=self._strategy != "checkpoint")
-        spec = replace(spec, loss=loss, reduction="sum", count=len)
-        samples = self._samples[0], torch.arange(self._n)
-        plain = self._plain_step(spec, samples, f"{PLAIN_FAILS} on {self._n} samples of the batch")
-        other = self._strategy_step(spec, samples)
-        whole, *parts = loss.outputs
-        with _failures_are_differences(_CHUNKS_FAIL):
-            joined = concatenate(parts)
-        check_states(plain.state, other.state)
-        for (_, one), (_, another) in zip(flatten(whole)[0], flatten(joined)[0], strict=True):
-            self._check(one, another, "an output of the model differs")
-        self._check_gradients(spec, plain, other)
-        return whole
+        return result.drawn
 
     def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
         """Compare the loss of many samples, which repeat a few outputs, with those of chunks."""
-        nbytes = sum(
-            leaf.nbytes for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)
-        )
-        most = max(2 * self._n, _OUTPUT_BYTES // max(1, nbytes // self._n))
-        inputs, targets = self._samples_of(most)
+        tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
+        n_repeats = max(2, _OUTPUT_BYTES // max(1, sum(leaf.nbytes for leaf in tensors)))
+        inputs, targets = self._samples_of(self._n * n_repeats)
         rows = torch.arange(n_samples(inputs))
         model = _StoredOutputs(select_samples(outputs, rows % self._n))
         spec = replace(spec, model=model, modules=(model, *spec.modules[1:]))
         if spec.parameters:
             problem = "the losses of the chunks do not add up to the loss of the batch"
-            self._compare(spec, (rows, targets), f"{problem}: the loss differs")
+            self._compare(spec, (rows, targets), _LOSS_FAILS, f"{problem}: the loss differs")
 
-    def _compare(self, spec: StepSpec, samples: Samples, loss_differs: str) -> None:
-        """Compare steps with the user's loss."""
-        is_accumulated = self._strategy != "two_pass"
-        try:
-            with _failures_are_differences(_LOSS_FAILS):
-                n_terms = spec.count_terms(*samples)
-            if is_accumulated and spec.reduction == "mean" and not n_terms:
+    def _compare(self, spec: StepSpec, samples: Samples, fails: str, loss_differs: str) -> None:
+        """Compare the strategy's step with the plain step."""
+        targets = samples[1]
+        with _failures_are_differences(fails, _PlainStepFails):
+            if spec.reduction == "mean" and not spec.count_terms(*samples):
                 return
-            plain = self._plain_step(spec, samples, _LOSS_FAILS)
-        except _DifferenceFound:
-            if is_accumulated:
-                raise
-            # The loss needs more samples. Two passes give all outputs to the loss, so the random
-            # loss has shown whether the gradients are right.
-            return
-        other = self._strategy_step(spec, samples)
+            inputs = _cloned(samples[0])
+            plain = run_step(spec, lambda: spec.backward_whole(inputs, targets), self._random)
+        with _failures_are_differences(_CHUNKS_FAIL):
+            # Both passes of ``two_pass`` get this copy, so a model that changes its inputs changes
+            # them twice.
+            copied = _cloned(samples[0])
+            backward = functools.partial(_backward, self._strategy, spec, copied, targets)
+            other = run_step(spec, backward, self._random)
         check_states(plain.state, other.state)
-        self._check(plain.loss, other.loss, loss_differs)
+        if isinstance(spec.loss, _RandomLoss):
+            self._check_outputs(*spec.loss.outputs)
+        else:
+            self._check(plain.loss, other.loss, loss_differs)
         self._check_gradients(spec, plain, other)
 
-    def _plain_step(self, spec: StepSpec, samples: Samples, fails: str) -> StepResult:
-        rng_state.restore(self._random)
-        inputs = _cloned(samples[0])
-        with _failures_are_differences(fails):
-            return run_step(spec, lambda: spec.backward_whole(inputs, samples[1]))
-
-    def _strategy_step(self, spec: StepSpec, samples: Samples) -> StepResult:
-        rng_state.restore(self._random)
+    def _check_outputs(self, whole: Any, *parts: Any) -> None:
         with _failures_are_differences(_CHUNKS_FAIL):
-            return run_step(spec, functools.partial(self._backward, spec, samples))
-
-    def _backward(self, spec: StepSpec, samples: Samples) -> torch.Tensor:
-        """Add the gradients of the samples by the strategy, and return their loss."""
-        # Both passes of ``two_pass`` get this copy, so a model that changes its inputs changes
-        # them twice.
-        inputs = _cloned(samples[0])
-        targets = samples[1]
-        if self._strategy == "checkpoint":
-            with recomputed(spec.model):
-                return spec.backward_whole(inputs, targets)
-
-        def chunks() -> Chunks:
-            for start, stop in _edges(n_samples(inputs)):
-                x, y = slice_samples((inputs, targets), start, stop)
-                yield Chunk(x, y, spec.count_terms(x, y))
-
-        if self._strategy == "two_pass":
-            return backward_two_pass(spec, chunks, targets)
-        return GradientAccumulator(spec).run(chunks(), spec.count_terms(inputs, targets))
+            joined = concatenate(list(parts))
+        for (_, one), (_, another) in zip(flatten(whole)[0], flatten(joined)[0], strict=True):
+            self._check(one, another, "an output of the model differs")
 
     def _check(self, one: Any, other: Any, what_differs: str) -> None:
         error = relative_error(one, other)
@@ -253,15 +225,14 @@ class StepComparison:
             raise _DifferenceFound(f"{what_differs} by {error:.2%}", error)
 
     def _check_gradients(self, spec: StepSpec, plain: StepResult, other: StepResult) -> None:
-        named = (pair for module in spec.modules for pair in module.named_parameters())
-        names = {id(p): name for name, p in named}
+        names = {id(p): name for one in spec.modules for name, p in one.named_parameters()}
         norms = [norm_of(gradient) for gradient in plain.gradients]
         least = _NEGLIGIBLE * math.hypot(*filter(math.isfinite, norms))
         wrong = []
         gradients = zip(norms, spec.parameters, plain.gradients, other.gradients, strict=True)
         for norm, p, one, another in gradients:
-            # A gradient without a finite number shows no difference.
             error = relative_error(one, another, max(norm, least))
+            # A gradient without a finite number shows no difference.
             if one is not None and not math.isfinite(norm) and not values_of(one).isfinite().any():
                 error = math.inf
             if error > self._limit:
@@ -275,11 +246,23 @@ class StepComparison:
             )
 
 
-def _edges(n: int) -> Iterator[tuple[int, int]]:
-    """Return first and last row of unequal chunks: one half, one row, one fourth and the rest."""
-    half = n // 2
-    sizes = (n - half, min(half, 1), n // 4, half - n // 4 - 1)
-    return itertools.pairwise(itertools.accumulate(filter(None, sizes), initial=0))
+def _backward(strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> torch.Tensor:
+    """Add the gradients of samples by a strategy, and return their loss."""
+    if strategy == "checkpoint":
+        with recomputed(spec.model):
+            return spec.backward_whole(inputs, targets)
+    n = n_samples(inputs)
+    # Means of chunks of unequal sizes have unequal weights.
+    size = min(n - 1, -(-2 * n // 3))
+
+    def chunks() -> Chunks:
+        for start in range(0, n, size):
+            x, y = slice_samples((inputs, targets), start, start + size)
+            yield Chunk(x, y, spec.count_terms(x, y))
+
+    if strategy == "two_pass":
+        return backward_two_pass(spec, chunks, targets)
+    return GradientAccumulator(spec).run(chunks(), spec.count_terms(inputs, targets))
 
 
 def _cloned(batch: Any) -> Any:
@@ -344,17 +327,19 @@ def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _failures_are_differences(what_fails: str) -> Iterator[None]:
+def _failures_are_differences(
+    what_fails: str, kind: type[_DifferenceFound] = _DifferenceFound
+) -> Iterator[None]:
     """Raise errors of the user's code as differences; memory errors stay as they are."""
     try:
         yield
     except ArgumentError as error:
-        raise _DifferenceFound(str(error)) from None
+        raise kind(str(error)) from None
     except Exception as error:
         if is_out_of_memory(error):
             raise
         first_line = (str(error).strip() or described(error)).splitlines()[0]
-        raise _DifferenceFound(f"{what_fails} ({first_line})") from None
+        raise kind(f"{what_fails} ({first_line})") from None
 
 
 def check_states(plain: ModelState, other: ModelState) -> None:

@@ -7,8 +7,11 @@ numbers gets fixed ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
+from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 
 _SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
@@ -59,10 +63,10 @@ def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Model
         A function that returns the current state.
     """
     every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
-    originals = [
-        (one, dict(one._buffers), _attributes(one), _generators(one)) for _, one in every.values()
-    ]
-    for module, buffers, attributes, _ in originals:
+    originals = [(one, dict(one._buffers), _attributes(one)) for _, one in every.values()]
+    objects = [value for _, one in every.values() for value in vars(one).values()]
+    generators = [(one, one.get_state()) for one in objects if isinstance(one, torch.Generator)]
+    for module, buffers, attributes in originals:
         module._buffers.update(_copies(buffers))
         module.__dict__.update(_copies(attributes))
 
@@ -77,15 +81,15 @@ def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Model
     try:
         yield state
     finally:
-        for module, buffers, attributes, generators in originals:
-            module._buffers.update(buffers)
-            module.__dict__.update(attributes)
+        for module, buffers, attributes in originals:
             for key in module._buffers.keys() - buffers.keys():
                 del module._buffers[key]
             for key in _attributes(module).keys() - attributes.keys():
                 del module.__dict__[key]
-            for generator, before in generators:
-                generator.set_state(before)
+            module._buffers.update(buffers)
+            module.__dict__.update(attributes)
+        for generator, before in generators:
+            generator.set_state(before)
 
 
 @contextlib.contextmanager
@@ -104,26 +108,22 @@ def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], 
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
     }
     every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
-    named = [pair for key, pair in every.items() if key not in renormalized]
-    originals = [p.data for _, p in named]
-    generator = torch.Generator().manual_seed(0)
-    perturbed = []
-    for _, p in named:
-        scale = 1 + 0.01 * float(torch.rand((), generator=generator))
-        perturbed.append(p.data * scale if p.is_floating_point() else p.data.clone())
-        p.data = perturbed[-1].clone()
+    originals = [(name, p, p.data) for key, (name, p) in every.items() if key not in renormalized]
 
-    def name_of_written() -> str:
-        for (name, p), other in zip(named, perturbed, strict=True):
-            if not torch.equal(p.data, other):
-                return name
-        return ""
+    def perturbed(i: int) -> torch.Tensor:
+        data = originals[i][2]
+        scale = 1 + 0.01 * random.Random(i).random()
+        return data * scale if data.is_floating_point() else data.clone()
 
+    for i, (_, p, _) in enumerate(originals):
+        p.data = perturbed(i)
     try:
-        yield name_of_written
+        yield lambda: next(
+            (name for i, (name, p, _) in enumerate(originals) if not p.data.equal(perturbed(i))), ""
+        )
     finally:
-        for (_, p), original in zip(named, originals, strict=True):
-            p.data = original
+        for _, p, data in originals:
+            p.data = data
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -144,52 +144,45 @@ def _copies(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _generators(module: nn.Module) -> list[tuple[torch.Generator, torch.Tensor]]:
-    found = [value for value in module.__dict__.values() if isinstance(value, torch.Generator)]
-    return [(generator, generator.get_state()) for generator in found]
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """Loss, gradients of the parameters, and state of the model after a step."""
+    """Loss, gradients of the parameters, and state of the model after a step.
+
+    Attributes:
+        drawn: Names of the random generators that the step has used, such as ``"torch"``.
+    """
 
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
     state: ModelState
+    drawn: set[str]
 
 
-def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
-    """Run a step that leaves the gradients and the state of the model unchanged.
+def run_step(
+    spec: StepSpec, compute: Callable[[], torch.Tensor], random_state: dict[str, Any]
+) -> StepResult:
+    """Run a step that leaves gradients, state and random generators unchanged.
 
     Args:
         spec: The model and the loss.
         compute: Computes the gradients, and returns the loss.
+        random_state: State of the random generators at the beginning of the step.
     """
     parameters = spec.parameters
-    with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
+    with (
+        rng_state.replayed(random_state),
+        gradients_set_aside(parameters),
+        state_on_copies(spec.modules) as state,
+    ):
         loss = compute()
-        return StepResult(loss, [p.grad for p in parameters], state())
+        gradients = [p.grad for p in parameters]
+        return StepResult(loss, gradients, state(), _drawn_since(random_state))
 
 
-def has_drawn(before: dict[str, Any]) -> bool:
-    """Return whether random numbers were drawn from torch since the generators had a state.
-
-    Raises:
-        ArgumentError: If random numbers were drawn from another library.
-    """
-    now = rng_state.capture()
-    for name in ("numpy", "python"):
-        if str(now[name]) != str(before[name]):
-            raise ArgumentError(
-                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
-                "comparison"
-            )
-    states = zip(
-        [now["torch"], *now.get("cuda", [])],
-        [before["torch"], *before.get("cuda", [])],
-        strict=False,
-    )
-    return any(not torch.equal(one, other) for one, other in states)
+def _drawn_since(before: dict[str, Any]) -> set[str]:
+    """Return which generators have drawn numbers: ``"torch"``, ``"cuda"``, ``"numpy"``, ..."""
+    pairs = zip(flatten(rng_state.capture())[0], flatten(before)[0], strict=False)
+    return {path.split("'")[1] for (path, now), (_, then) in pairs if relative_error(now, then) > 0}
 
 
 def norm_of(tensor: torch.Tensor | None) -> float:
@@ -246,6 +239,30 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _double_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+_RANGE_ENDS = (0.98, 0.02)
+"""Positions of fixed random numbers; one near each end takes both sides of most branches."""
+
+
+def number_contexts(drawn: set[str]) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return the contexts in which a batch and its chunks compute with the same random numbers.
+
+    Args:
+        drawn: Names of the random generators that a step of the whole batch uses.
+
+    Raises:
+        ArgumentError: If their numbers cannot be fixed.
+    """
+    for name in ("numpy", "python"):
+        if name in drawn:
+            raise ArgumentError(
+                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
+                "comparison"
+            )
+    if not drawn:
+        return [contextlib.nullcontext]
+    return [functools.partial(FixedRandomness, at) for at in _RANGE_ENDS]
 
 
 _DROPOUT_THAT_KEEPS_ALL = {"native_dropout": ("p", 0.0), "_fused_dropout": ("p", 1.0)}

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import (
     n_samples,
@@ -28,7 +27,7 @@ from pinfeed.training.large_batch.step_comparison import (
     Samples,
     StepComparison,
 )
-from pinfeed.training.large_batch.step_spec import StepSpec
+from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
@@ -90,7 +89,9 @@ class Verifier:
             if is_mean and not spec.count_terms(inputs, targets):
                 # Every target is ignored, so the comparison waits for another batch.
                 return ""
-            self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
+            # A loss may use parameters of the model, whose gradients belong to the user.
+            with gradients_set_aside(spec.parameters):
+                self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
         return self._problems[key]
 
     def _problem_on(self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> str:
@@ -125,8 +126,7 @@ class Verifier:
             return found
 
         is_in_autocast = self._has_autocast or torch.is_autocast_enabled(device.type)
-        without_autocast = torch.autocast(device.type, enabled=False)
-        with rng_state.replayed(rng_state.capture()), _full_precision(device), without_autocast:
+        with _full_precision(device), torch.autocast(device.type, enabled=False):
             problem, has_drawn = _find_difference(spec, strategy, samples, n, is_in_autocast)
         if has_drawn:
             self._drawing_modes.add(spec.training_modes)
@@ -145,9 +145,7 @@ def _find_difference(
         draws random numbers.
     """
     own = StepComparison(spec, strategy, samples, n)
-    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
-    problem = ""
-    if not is_narrow:
+    if not any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters):
         problem, error = own.difference()
         needs_autocast = is_in_autocast and problem.startswith(PLAIN_FAILS)
         if not problem or (error > _MAY_BE_ROUNDING and not needs_autocast):
@@ -157,7 +155,7 @@ def _find_difference(
         return wide.difference()[0], wide.has_drawn
     except Exception:
         # A model that cannot be copied is compared in its own dtype.
-        return own.difference()[0] if is_narrow else problem, own.has_drawn
+        return own.difference()[0], own.has_drawn
 
 
 def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
