@@ -179,6 +179,7 @@ class BatchForward:
             lambda _: 1,
             contextlib.nullcontext,
             lambda loss: loss,
+            next((p.device for p in model.parameters()), torch.device("cpu")),
         )
         return self._verifier.problem_of(strategy, outputs_only, inputs)
 

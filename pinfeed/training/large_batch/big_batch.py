@@ -162,7 +162,7 @@ class BigBatch:
         check_step(model, loss, options, scaler)
         if reduction not in (None, "mean", "sum"):
             raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._options = options
         self._spec = StepSpec(
             model=model,
@@ -170,17 +170,18 @@ class BigBatch:
             modules=(model, *([loss] if isinstance(loss, nn.Module) else []), *modules),
             reduction=reduction or reduction_of(loss),
             count=count or count_of(loss),
-            context=functools.partial(autocast_context, self._device.type, autocast),
+            context=functools.partial(autocast_context, device.type, autocast),
             scale=(lambda loss: loss) if scaler is None else scaler.scale,
+            device=device,
         )
-        self._selector = StrategySelector(self._spec, self._device, options)
-        self._runner = StrategyRunner(self._spec, self._device, options, self._selector)
+        self._selector = StrategySelector(self._spec, options)
+        self._runner = StrategyRunner(self._spec, options, self._selector)
         self._is_closed = False
 
     def __repr__(self) -> str:
         options = self._options
         return (
-            f"<BigBatch: {type(self._spec.model).__name__} on {self._device}, "
+            f"<BigBatch: {type(self._spec.model).__name__} on {self._spec.device}, "
             f"strategy={options.strategy!r}, chunk_size={options.chunk_size}"
             f"{', closed' if self._is_closed else ''}>"
         )
@@ -264,8 +265,8 @@ class BigBatch:
         if strategy == "auto":
             strategy = (self.chosen or self._selector.choose(inputs, targets)).strategy
         size = chunk_size or max(1, n // 3)
-        chosen = self._selector.choice_as_named(strategy, n, size)  # type: ignore[arg-type]
-        whole = to_device((inputs, targets), self._device)
+        chosen = self._selector.named(strategy, n, size)  # type: ignore[arg-type]
+        whole = to_device((inputs, targets), self._spec.device)
         return compare_with_plain_step(
             self._spec,
             strategy,
@@ -299,7 +300,9 @@ class BigBatch:
         with contextlib.ExitStack() as stack:
             batches = source
             if not hasattr(source, "batches") and not isinstance(source, LoaderFeeder):
-                batches = stack.enter_context(wrap_loader(source, device=self._device, depth=1))
+                batches = stack.enter_context(
+                    wrap_loader(source, device=self._spec.device, depth=1)
+                )
             pairs = stack.enter_context(contextlib.closing(input_target_pairs(batches)))
             first = first_batches(pairs, self._spec.count_terms)
             if not first:
@@ -318,7 +321,7 @@ class BigBatch:
             self._selector.check_part_of_source(*batch)
             for start in range(0, n_samples(batch), size):
                 # Tensors are already on the device, but numpy arrays are not.
-                x, y = to_device(slice_samples(batch, start, start + size), self._device)
+                x, y = to_device(slice_samples(batch, start, start + size), self._spec.device)
                 yield Chunk(x, y, self._spec.count_terms(x, y))
 
     def _require_open(self) -> None:

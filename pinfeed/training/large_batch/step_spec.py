@@ -148,6 +148,7 @@ class StepSpec:
         count: Function that returns the number of terms for a batch of targets.
         context: Function that makes the context for forward passes and losses, such as autocast.
         scale: Function applied to the loss before the backward pass, such as a loss scaler.
+        device: Device of the model.
     """
 
     model: nn.Module
@@ -157,6 +158,7 @@ class StepSpec:
     count: Count
     context: Callable[[], AbstractContextManager[Any]]
     scale: Callable[[torch.Tensor], torch.Tensor]
+    device: torch.device
 
     @property
     def parameters(self) -> list[nn.Parameter]:

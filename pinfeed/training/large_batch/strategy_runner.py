@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, gradient_transaction
 from pinfeed.training.large_batch.strategy_selector import (
     SOURCE,
-    Strategy,
     StrategyChoice,
     StrategyOptions,
     StrategySelector,
@@ -37,7 +35,6 @@ class StrategyRunner:
 
     Args:
         spec: The model and the loss.
-        device: Device of the model.
         options: The user's options.
         selector: Receives smaller chunk sizes when chunks did not fit.
 
@@ -47,18 +44,13 @@ class StrategyRunner:
     """
 
     def __init__(
-        self,
-        spec: StepSpec,
-        device: torch.device,
-        options: StrategyOptions,
-        selector: StrategySelector,
+        self, spec: StepSpec, options: StrategyOptions, selector: StrategySelector
     ) -> None:
         self._spec = spec
-        self._device = device
         self._options = options
         self._selector = selector
-        self._stream = _ChunkStream(spec, device)
-        self._whole = WholeSteps(device, options.config)
+        self._stream = _ChunkStream(spec)
+        self._whole = WholeSteps(spec.device, options.config)
         self.chosen: StrategyChoice | None = None
         self.n_halved = 0
 
@@ -80,17 +72,8 @@ class StrategyRunner:
         release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1
-        strategy: Strategy = "two_pass"
-        if chosen.strategy == "plain":
-            strategy = self._selector.strategy_in_chunks(inputs, targets)
-        smaller = dataclasses.replace(
-            chosen,
-            strategy=strategy,
-            chunk_size=-(-chosen.chunk_size // 2),
-            why="more samples did not fit in memory",
-        )
-        self.chosen = self._selector.keep(self._selector.key_of(inputs, targets), smaller)
-        return self.run(smaller, inputs, targets)
+        self.chosen = self._selector.choose_smaller(chosen, inputs, targets)
+        return self.run(self.chosen, inputs, targets)
 
     def run_source(self, chunks: Chunks) -> torch.Tensor:
         """Add the gradients of the chunks of an iterable source, and return their loss."""
@@ -102,7 +85,7 @@ class StrategyRunner:
         size = chosen.chunk_size
         if strategy == "two_pass" and size < n_samples(inputs):
             chunks = functools.partial(self._stream.chunks, inputs, targets, size)
-            return backward_two_pass(self._spec, chunks, to_device(targets, self._device))
+            return backward_two_pass(self._spec, chunks, to_device(targets, self._spec.device))
         if strategy == "accumulate":
             total = self._spec.count_terms(inputs, targets)
             if self._spec.reduction != "mean" or total:
@@ -111,7 +94,7 @@ class StrategyRunner:
             # The batch has no terms, so the plain step decides what its mean is.
             inputs, targets = slice_samples((inputs, targets), 0, size)
         with self._whole.context(strategy, self._spec.modules):
-            return self._spec.backward_whole(*to_device((inputs, targets), self._device))
+            return self._spec.backward_whole(*to_device((inputs, targets), self._spec.device))
 
     def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
         accumulator = GradientAccumulator(self._spec)
@@ -173,12 +156,10 @@ class _ChunkStream:
 
     Args:
         spec: The model and the loss, used to count the loss terms of a chunk.
-        device: Device of the model.
     """
 
-    def __init__(self, spec: StepSpec, device: torch.device) -> None:
+    def __init__(self, spec: StepSpec) -> None:
         self._spec = spec
-        self._device = device
         self._batch: Any = None
         self._size = 1
         self._feeder: LoaderFeeder[Any] | None = None
@@ -192,7 +173,7 @@ class _ChunkStream:
     def chunks(self, inputs: Any, targets: Any, size: int) -> Chunks:
         """Yield the chunks of a batch, which may be on the host or on the device."""
         if self._feeder is None:
-            self._feeder = wrap_loader(self, device=self._device, depth=1)
+            self._feeder = wrap_loader(self, device=self._spec.device, depth=1)
         self._batch = (inputs, targets)
         self._size = size
         batches: Any = iter(self._feeder)

@@ -33,6 +33,7 @@ _OTHER_NUMBERS = (
     "the model draws random numbers, and chunks draw others than the whole batch, so the gradients "
     "are those of the plain step only in the mean"
 )
+_DIFFERS = "does not give the gradients of the plain step"
 _SIZE_IS_UNKNOWN = (
     "the size of chunks is unknown without chunk_size and config; give chunk_size= or config="
 )
@@ -101,13 +102,11 @@ class StrategySelector:
 
     Args:
         spec: The model and the loss.
-        device: Device of the model.
         options: The user's limits, chunk size and strategy.
     """
 
-    def __init__(self, spec: StepSpec, device: torch.device, options: StrategyOptions) -> None:
+    def __init__(self, spec: StepSpec, options: StrategyOptions) -> None:
         self._spec = spec
-        self._device = device
         self._options = options
         self._verifier = Verifier(options.verify, has_autocast=options.autocast is not None)
         self._choices: dict[Any, StrategyChoice] = {}
@@ -126,29 +125,23 @@ class StrategySelector:
         if key in self._choices:
             return self._choices[key]
         n = n_samples(inputs)
-        model = self._spec.model
-        problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
         if self._options.strategy == "auto":
-            chosen = choose_strategy(
-                model,
-                n,
-                self._options.chunk_size,
-                self._spec.reduction is not None,
-                self._predictor(inputs, targets),
-                problem_of,
-            )
+            size = self._options.chunk_size
+            chosen = self._auto(inputs, targets, size, self._predictor(inputs, targets))
             return self.keep(key, chosen, n)
         strategy: Strategy = self._options.strategy  # type: ignore[assignment]
         size = n
         if strategy in CHUNK_STRATEGIES:
             size = self._chunk_size(strategy, n, inputs, targets)
-        chosen = self.choice_as_named(strategy, n, size)
+        chosen = self.named(strategy, n, size)
         problem = ""
         # Batches that a normalization sees in chunks have been warned of.
-        if strategy == "checkpoint" or (chosen.chunk_size < n and not batch_norms(model)):
-            problem = problem_of(strategy)
+        if strategy == "checkpoint" or (
+            chosen.chunk_size < n and not batch_norms(self._spec.model)
+        ):
+            problem = self._verifier.problem_of(strategy, self._spec, inputs, targets)
         chosen = self.keep(key, chosen, n)
-        self._report(strategy, problem)
+        _warn(strategy, problem)
         return chosen
 
     def choose_for_source(
@@ -164,34 +157,46 @@ class StrategySelector:
         Raises:
             ArgumentError: If the batches cannot be added up.
         """
-        norms = batch_norms(self._spec.model)
-        if self._options.strategy == "auto" and norms:
-            raise ArgumentError(
-                f"{norms[0]} normalizes over the batch, but batches of a source arrive one by one, "
-                "so only their gradients can be added; give the whole batch as tensors, or "
-                "strategy='accumulate' to normalize over each chunk"
-            )
         chosen = self._choices.get(SOURCE)
         if chosen is None:
+            self._check_reduction("accumulate")
             size = self._chunk_size("accumulate", None, inputs, targets)
-            chosen = self.choice_as_named("accumulate", None, size)
-            self._is_source_reported = bool(norms)
-        if is_one_of_several and self._verifier.is_on:
-            self._report_source(
+            why = "the batches of a source arrive one by one"
+            chosen = StrategyChoice("accumulate", size, why, {})
+        problem = ""
+        if norms := batch_norms(self._spec.model):
+            problem = _normalizes_chunks(norms, chosen.chunk_size)
+        elif is_one_of_several and self._options.verify:
+            problem = (
                 "no two samples of the first batches have the same shape, so the strategy cannot "
                 "be compared with the plain step"
             )
-        self.check_part_of_source(inputs, targets)
+        self.check_part_of_source(inputs, targets, problem)
         return self.keep(SOURCE, chosen)
 
-    def check_part_of_source(self, inputs: Any, targets: Any) -> None:
+    def check_part_of_source(self, inputs: Any, targets: Any, problem: str = "") -> None:
         """Compare the strategy with the plain step on samples of a source, if their shape is new.
+
+        Args:
+            inputs: The samples.
+            targets: Their targets.
+            problem: A difference from the plain step that is known already.
 
         Raises:
             ArgumentError: If the batches cannot be added up.
         """
-        if not self._is_source_reported:
-            self._report_source(self._problem_of("accumulate", inputs, targets))
+        if self._is_source_reported:
+            return
+        if not problem:
+            problem = self._verifier.problem_of("accumulate", self._spec, inputs, targets)
+        if problem and self._options.strategy == "auto":
+            raise ArgumentError(
+                f"strategy='accumulate' {_DIFFERS}: {problem}; batches of a source arrive one by "
+                "one, so only their gradients can be added; give the whole batch as tensors, or, "
+                "if the difference does not matter, strategy='accumulate'"
+            )
+        _warn("accumulate", problem)
+        self._is_source_reported = bool(problem)
 
     def keep(self, key: Any, chosen: StrategyChoice, n: int | None = None) -> StrategyChoice:
         """Use this choice for batches with this key from now on.
@@ -215,83 +220,58 @@ class StrategySelector:
         if chosen := self._choices.get(key):
             self.keep(key, dataclasses.replace(chosen, chunk_size=-(-chosen.chunk_size // 2)))
 
-    def strategy_in_chunks(self, inputs: Any, targets: Any) -> Strategy:
-        """Return the strategy in chunks for a batch that did not fit as a whole.
+    def choose_smaller(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> StrategyChoice:
+        """Choose chunks of half the size for a batch that did not fit.
 
         Raises:
             ArgumentError: If no strategy that computes chunks is right.
         """
-        problems: dict[str, str] = {}
-        for strategy in _chunk_strategies(self._spec.reduction is not None):
-            problems[strategy] = self._problem_of(strategy, inputs, targets)
-            if not problems[strategy]:
-                return strategy
-        raise ArgumentError(
-            "the whole batch does not fit in memory, and chunks do not give its gradients "
-            f"({_described(problems)}); give strategy='offload'"
-        )
+        size = -(-chosen.chunk_size // 2)
+        strategy = chosen.strategy
+        if strategy == "plain":
+            strategy = self._auto(inputs, targets, size, None).strategy
+        why = "more samples did not fit in memory"
+        smaller = StrategyChoice(strategy, size, why, chosen.device_bytes)
+        return self.keep(self.key_of(inputs, targets), smaller)
 
-    def choice_as_named(self, strategy: Strategy, n: int | None, chunk_size: int) -> StrategyChoice:
+    def named(self, strategy: Strategy, n: int, chunk_size: int) -> StrategyChoice:
         """Return the choice for a strategy that the user named.
 
         Args:
             strategy: The strategy.
-            n: Samples of the batch; None for a source, because its number of samples is unknown
-                until its end.
+            n: Samples of the batch.
             chunk_size: Samples of a chunk, if the strategy computes chunks.
 
         Raises:
             ArgumentError: If the strategy is ``"accumulate"`` and the reduction is unknown.
         """
-        size = n or 1
-        if strategy in CHUNK_STRATEGIES:
-            size = chunk_size if n is None else min(n, chunk_size)
-        if (n is None or size < n) and (norms := batch_norms(self._spec.model)):
-            warnings.warn(
-                f"pinfeed: {norms[0]} normalizes over chunks of {size} samples, not over the whole "
-                "batch, so gradients and running statistics differ from the plain step; to "
-                "normalize over the whole batch, give strategy='offload' or 'checkpoint'",
-                stacklevel=4,
-            )
+        self._check_reduction(strategy)
+        size = min(n, chunk_size) if strategy in CHUNK_STRATEGIES else n
+        if size < n and (norms := batch_norms(self._spec.model)):
+            _warn(strategy, _normalizes_chunks(norms, size))
+        return StrategyChoice(strategy, size, f"strategy={strategy!r} was given", {})
+
+    def key_of(self, inputs: Any, targets: Any) -> Any:
+        """Return the key of a choice: the batch's shapes and dtypes, and the modules' modes."""
+        return shapes_and_dtypes(inputs, targets), self._spec.training_modes
+
+    def _auto(
+        self, inputs: Any, targets: Any, size: int | None, predictor: MemoryPredictor | None
+    ) -> StrategyChoice:
+        problem_of = functools.partial(
+            self._verifier.problem_of, spec=self._spec, inputs=inputs, targets=targets
+        )
+        is_known = self._spec.reduction is not None
+        n = n_samples(inputs)
+        return choose_strategy(self._spec.model, n, size, is_known, predictor, problem_of)
+
+    def _check_reduction(self, strategy: Strategy) -> None:
         if strategy == "accumulate" and self._spec.reduction is None:
             raise ArgumentError(
                 "strategy='accumulate' needs a loss whose reduction is known, and torch does not "
                 "define this loss; give reduction='mean' or 'sum' if the loss is a mean or sum of "
                 "terms (and count= if the terms are neither samples nor classes), or "
                 "strategy='two_pass'"
-            )
-        why = f"strategy={strategy!r} was given"
-        if n is None:
-            why = "the batches of a source arrive one by one"
-        return StrategyChoice(strategy, size, why, {})
-
-    def key_of(self, inputs: Any, targets: Any) -> Any:
-        """Return the key of a choice: the batch's shapes and dtypes, and the modules' modes."""
-        return shapes_and_dtypes(inputs, targets), self._spec.training_modes
-
-    def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
-        return self._verifier.problem_of(strategy, self._spec, inputs, targets)
-
-    def _report_source(self, problem: str) -> None:
-        if problem and not self._is_source_reported:
-            self._report("accumulate", problem)
-            self._is_source_reported = True
-
-    def _report(self, strategy: Strategy, problem: str) -> None:
-        """Raise for a problem of a strategy that ``"auto"`` chose; warn if the user named it."""
-        sentence = f"strategy={strategy!r} does not give the gradients of the plain step: {problem}"
-        if self._options.strategy == "auto" and problem:
-            raise ArgumentError(
-                f"{sentence}; batches of a source arrive one by one, so only their gradients can "
-                "be added; give the whole batch as tensors, or, if the difference does not matter, "
-                "strategy='accumulate' or verify=False"
-            )
-        # If the plain step fails, the step is about to raise the error itself.
-        if problem and not problem.startswith(PLAIN_FAILS):
-            warnings.warn(
-                f"pinfeed: {sentence}; give strategy='auto', or verify=False if the difference "
-                "does not matter",
-                stacklevel=4,
             )
 
     def _chunk_size(self, strategy: Strategy, n: int | None, inputs: Any, targets: Any) -> int:
@@ -313,7 +293,7 @@ class StrategySelector:
             self._predictors[key] = memory_predictor_for(
                 self._spec.model,
                 self._options.config,
-                self._device,
+                self._spec.device,
                 inputs,
                 targets,
                 loss=self._spec.loss,
@@ -325,6 +305,24 @@ class StrategySelector:
 def is_in_chunks(chosen: StrategyChoice, n: int | None) -> bool:
     """Return whether a batch of ``n`` samples, None for more than a chunk, is cut into chunks."""
     return chosen.strategy in CHUNK_STRATEGIES and (n is None or chosen.chunk_size < n)
+
+
+def _normalizes_chunks(norms: list[str], size: int) -> str:
+    return (
+        f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch as "
+        "strategy='checkpoint' does"
+    )
+
+
+def _warn(strategy: str, problem: str) -> None:
+    """Warn of a problem of a strategy that the user named, if there is one."""
+    # If the plain step fails, the step is about to raise the error itself.
+    if problem and not problem.startswith(PLAIN_FAILS):
+        warnings.warn(
+            f"pinfeed: strategy={strategy!r} {_DIFFERS}: {problem}; give strategy='auto', or "
+            "ignore this warning if the difference does not matter",
+            stacklevel=4,
+        )
 
 
 def choose_strategy(
@@ -369,9 +367,10 @@ def choose_strategy(
     if (chunk_size is not None and chunk_size >= n) or fits("plain"):
         return StrategyChoice("plain", n, "the whole batch fits in memory", device_bytes)
     norms = batch_norms(model)
-    if norms:
-        problems["accumulate, two_pass"] = f"{norms[0]} normalizes over the batch"
-    for strategy in () if norms else _chunk_strategies(has_known_reduction):
+    for strategy in ("accumulate", "two_pass") if has_known_reduction else ("two_pass",):
+        if norms:
+            problems[strategy] = f"{norms[0]} normalizes over the batch"
+            continue
         size = chunk_size
         if size is None and predictor is not None:
             size = predictor.chunk_size(strategy, n)
@@ -391,15 +390,10 @@ def choose_strategy(
     raise _no_strategy(n, problems)
 
 
-def _chunk_strategies(has_known_reduction: bool) -> tuple[Strategy, ...]:
-    """Return the strategies that compute chunks and are possible for a loss, the fastest first."""
-    return ("accumulate", "two_pass") if has_known_reduction else ("two_pass",)
-
-
 def _why_chunks(strategy: Strategy, problems: Mapping[str, str]) -> str:
     if problems:
         problem = problems["accumulate"]
-        return f"accumulate does not give the gradients of the plain step: {problem}"
+        return f"accumulate {_DIFFERS}: {problem}"
     if strategy == "accumulate":
         return "the loss is a sum or mean of terms"
     return (

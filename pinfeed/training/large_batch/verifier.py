@@ -118,7 +118,7 @@ class Verifier:
             return f"the hooks of the parameter {name!r} {runs}"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
             return "the model has uninitialized parameters; run one forward pass before"
-        device = next((p.device for p in spec.parameters), torch.device("cpu"))
+        device = spec.device
 
         def samples(most: int) -> Samples:
             rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
