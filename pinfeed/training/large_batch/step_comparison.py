@@ -318,11 +318,10 @@ def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:
     """Return random numbers in the shape of output ``i``, whose first row is row ``start``."""
     if not leaf.ndim:
         return torch.ones_like(leaf)
-    # The numbers are numpy's, because those of torch may be fixed.
-    numbers = np.empty(leaf.shape, np.float32)
-    for row in range(len(leaf)):
-        generator = np.random.default_rng((i, start + row))
-        generator.random(dtype=np.float32, out=numbers[row : row + 1])
+    # The numbers are numpy's, because those of torch may be fixed. A row has the same ones in
+    # every chunk.
+    shape = (start + len(leaf), *leaf.shape[1:])
+    numbers = np.random.default_rng(i).random(shape, np.float32)[start:]
     return torch.from_numpy(numbers).sub_(0.5).to(leaf)
 
 

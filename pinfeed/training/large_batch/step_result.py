@@ -189,8 +189,8 @@ def norm_of(tensor: torch.Tensor | None) -> float:
     """Return the Euclidean norm, computed in float64; the tensor may be sparse."""
     if tensor is None or not tensor.numel():
         return 0.0
-    values = values_of(tensor)
-    return float(torch.linalg.vector_norm(values, dtype=_double_dtype(values)))
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(values_of(tensor), dtype=dtype))
 
 
 def relative_error(one: Any, other: Any, size: float | None = None) -> float:
@@ -204,7 +204,10 @@ def relative_error(one: Any, other: Any, size: float | None = None) -> float:
     if other is None and isinstance(one, torch.Tensor):
         other = torch.zeros_like(one)
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return 0.0 if one is other or _is_equal(one, other) else math.inf
+        # Some objects, such as arrays, do not compare to a bool.
+        with contextlib.suppress(Exception):
+            return 0.0 if one is other or one == other else math.inf
+        return math.inf
     if one.shape != other.shape:
         return math.inf
     if not one.dtype.is_floating_point and not one.dtype.is_complex:
@@ -214,12 +217,10 @@ def relative_error(one: Any, other: Any, size: float | None = None) -> float:
     if size is None:
         size = max(norm_of(one), norm_of(other))
     if not math.isfinite(difference + size) and one.layout is torch.strided:
-        a = one.to(_double_dtype(one))
-        b = other.to(_double_dtype(one))
-        is_same = (a == b) | (a.isnan() & b.isnan())
-        is_ignored = is_same & ~a.isfinite()
-        difference = norm_of(torch.where(is_same, 0, a - b))
-        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (a, b))
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        is_ignored = is_same & ~one.isfinite()
+        difference = norm_of(torch.where(is_same, 0, one - other))
+        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (one, other))
     error = difference / (size or 1.0)
     return math.inf if math.isnan(error) else error
 
@@ -227,18 +228,6 @@ def relative_error(one: Any, other: Any, size: float | None = None) -> float:
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a tensor that may be sparse."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:
-        # Some objects, such as arrays, do not compare to a bool.
-        return False
-
-
-def _double_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 _RANGE_ENDS = (0.98, 0.02)
@@ -265,8 +254,8 @@ def number_contexts(drawn: set[str]) -> list[Callable[[], AbstractContextManager
     return [functools.partial(FixedRandomness, at) for at in _RANGE_ENDS]
 
 
-_DROPOUT_THAT_KEEPS_ALL = {"native_dropout": ("p", 0.0), "_fused_dropout": ("p", 1.0)}
-"""Operations that compute dropout in one kernel, and the argument that keeps every number."""
+_KEEPING_ALL = {"native_dropout": {"p": 0.0}, "_fused_dropout": {"p": 1.0}}
+"""Arguments with which operations of dropout keep every number."""
 
 
 class FixedRandomness(TorchDispatchMode):
@@ -291,56 +280,34 @@ class FixedRandomness(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
-        given = _arguments_of(func, args, kwargs)
-        if name in _DROPOUT_THAT_KEEPS_ALL:
-            return func(**given | dict([_DROPOUT_THAT_KEEPS_ALL[name]]))
-        if "dropout_p" in given:
-            return func(**given | {"dropout_p": 0.0})
-        if name in ("bernoulli", "bernoulli_"):
-            drawn = func(*args, **kwargs)
-            # A single number decides a branch; several numbers are a mask.
-            return drawn.fill_(1.0 if drawn.numel() > 1 else round(self._at))
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if name in _KEEPING_ALL or "dropout_p" in names:
+            return func(**given | _KEEPING_ALL.get(name, {"dropout_p": 0.0}))
+        low, high = _range_of(name, given)
+        drawn = func(*args, **kwargs)
         if name == "randperm":
             # A permutation that moves samples reveals whether samples depend on each other.
-            drawn = func(*args, **kwargs)
             return drawn.copy_(torch.arange(len(drawn)).flip(0))
-        number = self._number(name, given)
-        if number is None:
-            raise ArgumentError(
-                f"{func} draws random numbers, which cannot be fixed for a comparison"
-            )
-        return _descending(func(*args, **kwargs).fill_(number))
-
-    def _number(self, name: str, given: dict[str, Any]) -> float | None:
-        """Return the number that an operation draws everywhere; None if it is unknown."""
-        if name in ("rand", "rand_like", "uniform_"):
-            low = given.get("from", 0.0)
-            return float(low + self._at * (given.get("to", 1.0) - low))
-        if name in ("randn", "randn_like", "normal_"):
-            return float(given.get("mean", 0.0) + (4 * self._at - 2) * given.get("std", 1.0))
-        if name in ("randint", "randint_like"):
-            low = given.get("low", 0)
-            return int(low + int(self._at * (given["high"] - low)))
-        return None
+        if name in ("bernoulli", "bernoulli_"):
+            # A single number decides a branch; several numbers are a mask.
+            return drawn.fill_(1.0 if drawn.numel() > 1 else round(self._at))
+        drawn.fill_(low + self._at * (high - low))
+        if drawn.is_floating_point() and drawn.ndim == 1 and len(drawn) > 1:
+            # A model may sort a vector to shuffle samples. Descending numbers move the samples.
+            drawn -= 1e-3 * torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
+        return drawn
 
 
-def _descending(drawn: torch.Tensor) -> torch.Tensor:
-    """Make a vector of equal numbers descend slightly.
-
-    A model may sort such a vector to shuffle samples. With descending numbers, the sort moves the
-    samples.
-    """
-    if drawn.is_floating_point() and drawn.ndim == 1 and len(drawn) > 1:
-        drawn -= 1e-3 * torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
-    return drawn
-
-
-def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of an operation by name, with the defaults of omitted ones."""
-    given = dict(kwargs)
-    for i, argument in enumerate(func._schema.arguments):
-        if i < len(args):
-            given[argument.name] = args[i]
-        elif argument.name not in given and argument.has_default_value():
-            given[argument.name] = argument.default_value
-    return given
+def _range_of(name: str, given: dict[str, Any]) -> tuple[float, float]:
+    """Return the range of the numbers that an operation draws, for arguments by name."""
+    if name in ("rand", "rand_like", "uniform_"):
+        return given.get("from", 0.0), given.get("to", 1.0)
+    if name in ("randn", "randn_like", "normal_"):
+        mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+        return mean - 2 * std, mean + 2 * std
+    if name in ("randint", "randint_like"):
+        return given.get("low", 0), given["high"]
+    if name in ("randperm", "bernoulli", "bernoulli_"):
+        return 0.0, 1.0
+    raise ArgumentError(f"{name} draws random numbers, which cannot be fixed for a comparison")
