@@ -27,7 +27,7 @@ from pinfeed.training.large_batch.batches import (
     slice_samples,
 )
 from pinfeed.training.large_batch.chunked_gradients import RecomputedChunks
-from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
+from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
 from pinfeed.training.large_batch.strategy_runner import WholeSteps
 from pinfeed.training.large_batch.strategy_selector import (
@@ -137,7 +137,7 @@ class BatchForward:
         try:
             predictor = None
             if self._chunk_size is None:
-                predictor = memory_predictor_for(
+                predictor = MemoryPredictor(
                     model, self._config, device, inputs, optimizer=optimizer
                 )
             if self._strategy == "auto":

@@ -108,9 +108,7 @@ def _check_of(
     gradients = zip(want.gradients, got.gradients, strict=True)
     difference = math.hypot(*(relative_error(one, other, 1.0) for one, other in gradients))
     size = math.hypot(*map(norm_of, want.gradients))
-    buffers = (
-        relative_error(value, got.state.buffers[name]) for name, value in want.state.buffers.items()
-    )
+    buffers = (relative_error(value, got.buffers[name]) for name, value in want.buffers.items())
     errors = (
         difference / (size or 1.0),
         relative_error(want.loss, got.loss),

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,30 +28,12 @@ _SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
-class ModelState(NamedTuple):
-    """Copies of the buffers and of the attributes of modules, by name."""
-
-    buffers: dict[str, Any]
-    attributes: dict[str, Any]
-
-    def pairs(self, other: ModelState) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the name of each buffer and attribute with its values in both states.
-
-        Tensor attributes whose shapes differ are left out, because they follow the last batch.
-        """
-        for name in {**self.buffers, **other.buffers}:
-            yield name, self.buffers.get(name), other.buffers.get(name)
-        for name in {**self.attributes, **other.attributes}:
-            one = self.attributes.get(name)
-            another = other.attributes.get(name)
-            # An attribute without a shape is no tensor.
-            shapes = getattr(one, "shape", None), getattr(another, "shape", None)
-            if None in shapes or shapes[0] == shapes[1]:
-                yield name, one, another
+State = dict[str, Any]
+"""Copies of buffers or of attributes of modules, by name."""
 
 
 @contextlib.contextmanager
-def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], ModelState]]:
+def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[State, State]]]:
     """Let modules change copies of their state, and restore the originals at the end.
 
     Lists, dicts and other objects that a module keeps are not copied.
@@ -60,36 +42,34 @@ def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Model
         modules: Root modules, whose children are included.
 
     Yields:
-        A function that returns the current state.
+        A function that returns the current buffers and attributes.
     """
     every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
-    originals = [(one, dict(one._buffers), _attributes(one)) for _, one in every.values()]
+    originals = [(one, dict(one._buffers), dict(vars(one))) for _, one in every.values()]
     objects = [value for _, one in every.values() for value in vars(one).values()]
     generators = [(one, one.get_state()) for one in objects if isinstance(one, torch.Generator)]
-    for module, buffers, attributes in originals:
+    for module, buffers, _ in originals:
         module._buffers.update(_copies(buffers))
-        module.__dict__.update(_copies(attributes))
+        vars(module).update(_copies(_attributes(module)))
 
-    def state() -> ModelState:
-        found = ModelState({}, {})
+    def state() -> tuple[State, State]:
+        buffers: State = {}
+        attributes: State = {}
         for name, module in every.values():
             prefix = f"{name}." if name else ""
-            found.buffers.update(_copies(module._buffers, prefix))
-            found.attributes.update(_copies(_attributes(module), prefix))
-        return found
+            buffers |= _copies(module._buffers, prefix)
+            attributes |= _copies(_attributes(module), prefix)
+        return buffers, attributes
 
     try:
         yield state
     finally:
         for module, buffers, attributes in originals:
-            for key in module._buffers.keys() - buffers.keys():
-                del module._buffers[key]
-            for key in _attributes(module).keys() - attributes.keys():
-                del module.__dict__[key]
-            module._buffers.update(buffers)
-            module.__dict__.update(attributes)
-        for generator, before in generators:
-            generator.set_state(before)
+            for owned, before in ((module._buffers, buffers), (vars(module), attributes)):
+                owned.clear()
+                owned.update(before)
+        for generator, numbers in generators:
+            generator.set_state(numbers)
 
 
 @contextlib.contextmanager
@@ -137,7 +117,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _copies(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _copies(values: Mapping[str, Any], prefix: str = "") -> State:
     return {
         f"{prefix}{key}": value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in values.items()
@@ -146,16 +126,36 @@ def _copies(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss, gradients of the parameters, and state of the model after a step.
+    """Loss and gradients of a step, and state of the model after it.
 
     Attributes:
+        loss: The loss, without a graph.
+        gradients: Gradient of each parameter.
+        buffers: Buffers of the modules, by name.
+        attributes: Attributes of the modules that are tensors or simple values, by name.
         drawn: Names of the random generators that the step has used, such as ``"torch"``.
     """
 
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
-    state: ModelState
+    buffers: State
+    attributes: State
     drawn: set[str]
+
+    def differing_state(self, other: StepResult) -> str:
+        """Return the name of a buffer or an attribute that is not equal bit for bit; else "".
+
+        The same computation gives the same bits; a state that was updated more often differs.
+        """
+        for one, another in ((self.buffers, other.buffers), (self.attributes, other.attributes)):
+            for name in one | another:
+                values = one.get(name), another.get(name)
+                shapes = {value.shape for value in values if isinstance(value, torch.Tensor)}
+                # An attribute of another shape follows the last batch.
+                follows = one is self.attributes and len(shapes) > 1
+                if not follows and relative_error(*values) > 0:
+                    return name
+        return ""
 
 
 def run_step(
@@ -176,7 +176,7 @@ def run_step(
     ):
         loss = compute()
         gradients = [p.grad for p in parameters]
-        return StepResult(loss, gradients, state(), _drawn_since(random_state))
+        return StepResult(loss, gradients, *state(), _drawn_since(random_state))
 
 
 def _drawn_since(before: dict[str, Any]) -> set[str]:

@@ -17,7 +17,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.memory.units import human
 from pinfeed.training.large_batch.batches import n_samples, sample_spec_of, shapes_and_dtypes
-from pinfeed.training.large_batch.memory_predictor import MemoryPredictor, memory_predictor_for
+from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.recompute import can_be_recomputed
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
@@ -290,7 +290,7 @@ class StrategySelector:
         target_key = targets is not None and sample_spec_of(targets).key
         key = sample_spec_of(inputs).key, target_key, *batch_norms(self._spec.model)
         if key not in self._predictors:
-            self._predictors[key] = memory_predictor_for(
+            self._predictors[key] = MemoryPredictor(
                 self._spec.model,
                 self._options.config,
                 self._spec.device,

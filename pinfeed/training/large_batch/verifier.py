@@ -118,15 +118,15 @@ class Verifier:
             return f"the hooks of the parameter {name!r} {runs}"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
             return "the model has uninitialized parameters; run one forward pass before"
-        device = spec.device
 
         def samples(most: int) -> Samples:
             rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
-            found: Samples = to_device(select_samples((inputs, targets), rows), device)
+            found: Samples = to_device(select_samples((inputs, targets), rows), spec.device)
             return found
 
-        is_in_autocast = self._has_autocast or torch.is_autocast_enabled(device.type)
-        with _full_precision(device), torch.autocast(device.type, enabled=False):
+        kind = spec.device.type
+        is_in_autocast = self._has_autocast or torch.is_autocast_enabled(kind)
+        with _full_precision(kind), torch.autocast(kind, enabled=False):
             problem, has_drawn = _find_difference(spec, strategy, samples, n, is_in_autocast)
         if has_drawn:
             self._drawing_modes.add(spec.training_modes)
@@ -169,37 +169,31 @@ def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
     Returns:
         Distinct row indices, shape (n,), int64, on the CPU.
     """
-    chosen: dict[int, None] = {}
-    for score in _scores(inputs, targets):
-        chosen.setdefault(int(score.argmax()))
-        chosen.setdefault(int(score.argmin()))
+    scores = [score for rows in _dense_rows(targets) for score in _target_scores(rows)]
+    # Zeros pad token ids and masks, so the number of other values follows the length.
+    scores += [(x != 0).sum(1) for x in _dense_rows(inputs) if not x.is_floating_point()]
+    chosen = [int(row) for score in scores for row in (score.argmax(), score.argmin())]
     spread = torch.linspace(0, n_samples(inputs) - 1, n).round().long().tolist()
-    candidates = dict.fromkeys([*list(chosen)[:n], *spread, *range(n)])
+    candidates = dict.fromkeys([*list(dict.fromkeys(chosen))[:n], *spread, *range(n)])
     # The samples keep their order, because a model may need them sorted by length.
     return torch.tensor(sorted(list(candidates)[:n]))
 
 
-def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
-    """Yield scores of shape (samples,) that distinguish samples, the most distinctive first."""
-    for rows in _dense_rows(targets):
-        if not rows.is_floating_point():
-            # Losses leave out negative targets, such as -100.
-            yield (rows < 0).sum(1)
-            _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
-            yield -counts[inverse].reshape(rows.shape).amin(1)
-        yield rows.double().mean(1)
-    for rows in _dense_rows(inputs):
-        if not rows.is_floating_point():
-            # Zeros pad token ids and masks, so the number of other values follows the length.
-            yield (rows != 0).sum(1)
+def _target_scores(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield scores of shape (samples,) that distinguish targets, the most distinctive first."""
+    if not rows.is_floating_point():
+        # Losses leave out negative targets, such as -100.
+        yield (rows < 0).sum(1)
+        _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
+        yield -counts[inverse].reshape(rows.shape).amin(1)
+    yield rows.double().mean(1)
 
 
 def _dense_rows(batch: Any) -> Iterator[torch.Tensor]:
     """Yield each real tensor of a batch with shape (samples, numbers)."""
     for _, leaf in flatten(batch)[0]:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            continue
-        if leaf.ndim and leaf.numel() and not leaf.is_complex():
+        is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if is_dense and leaf.ndim and leaf.numel() and not leaf.is_complex():
             rows = leaf.detach().reshape(len(leaf), -1)
             # Long rows are sampled at intervals, which bounds time and memory.
             yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]
@@ -224,13 +218,13 @@ def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
 
 
 @contextlib.contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
+def _full_precision(device_type: str) -> Iterator[None]:
     """Compute in float32 without TF32, because TF32's rounding depends on the batch size."""
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = []
     # If the program has used newer settings, torch refuses these, and the newer ones stay.
     with contextlib.suppress(RuntimeError):
-        for setting in settings if device.type == "cuda" else ():
+        for setting in settings if device_type == "cuda" else ():
             before.append((setting, setting.allow_tf32))
             setting.allow_tf32 = False
     try:
