@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,6 @@ from pinfeed.training.large_batch.step_result import (
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors
-from pinfeed.training.memory_model.training_step import call_model
 
 PLAIN_FAILS = "the plain step fails"
 """Beginning of the message for a problem that the plain step has as well."""
@@ -90,12 +89,6 @@ class _PlainStepFails(_DifferenceFound):
     """The plain step fails on the samples of a comparison."""
 
 
-def rounding_of(spec: StepSpec, rounding: Mapping[torch.dtype, float] = ROUNDING) -> float:
-    """Return the relative difference that rounding explains in the gradients of a step."""
-    default = rounding[torch.float32]
-    return max((rounding.get(p.dtype, default) for p in spec.parameters), default=default)
-
-
 class StepComparison:
     """Compares a strategy with the plain step on some samples.
 
@@ -111,11 +104,7 @@ class StepComparison:
     """
 
     def __init__(
-        self,
-        spec: StepSpec,
-        strategy: str,
-        samples: Callable[[int], Samples],
-        n: int,
+        self, spec: StepSpec, strategy: str, samples: Callable[[int], Samples], n: int
     ) -> None:
         # The rounding of autocast would hide differences.
         self._spec = replace(spec, context=contextlib.nullcontext, scale=lambda loss: loss)
@@ -125,7 +114,8 @@ class StepComparison:
         self._n = n
         self._random = rng_state.capture()
         self.has_drawn = False
-        self._limit = rounding_of(spec)
+        limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
+        self._limit = max(limits, default=ROUNDING[torch.float32])
 
     def difference(self) -> tuple[str, float]:
         """Return a difference as a clause, and its relative size; "" and 0 if there is none."""
@@ -136,22 +126,30 @@ class StepComparison:
         return "", 0.0
 
     def _compare_all(self) -> None:
-        # This step is first, because the other ones would leave the parameters changed.
-        drawn = self._step_that_only_reads_parameters()
         is_cut = self._strategy != "checkpoint"
+        linear = replace(self._spec, loss=_RandomLoss(is_cut), reduction="sum", count=len)
+        samples = self._samples[0], torch.arange(self._n)
+        fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
+        # This step is first, because the other ones would leave the parameters changed.
+        with perturbed_parameters(self._spec.modules) as name_of_written:
+            drawn = self._plain_step(linear, samples, fails).drawn
+            name = name_of_written()
+        if name:
+            raise _DifferenceFound(
+                f"the forward pass writes to the parameter {name!r}, so chunks would write to it "
+                "several times"
+            )
         with _failures_are_differences(PLAIN_FAILS):
             contexts = number_contexts(drawn if is_cut else set())
         self.has_drawn = bool(drawn)
         for context in contexts:
             spec = replace(self._spec, context=context)
-            random_loss = _RandomLoss(is_cut)
-            linear = replace(spec, loss=random_loss, reduction="sum", count=len)
-            fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
-            self._compare(linear, (self._samples[0], torch.arange(self._n)), fails, "")
+            loss = _RandomLoss(is_cut)
+            self._compare(replace(linear, loss=loss, context=context), samples, fails, "")
             if not is_cut:
                 return
             if self._strategy == "accumulate":
-                self._compare_losses(spec, random_loss.outputs[0])
+                self._compare_losses(spec, loss.outputs[0])
             try:
                 self._compare(spec, self._samples, _LOSS_FAILS, "the loss of a step differs")
             except _PlainStepFails:
@@ -159,25 +157,6 @@ class StepComparison:
                 # random loss has shown whether the gradients are right.
                 if self._strategy == "accumulate":
                     raise
-
-    def _step_that_only_reads_parameters(self) -> set[str]:
-        """Run a forward pass, which must not write to parameters; return the numbers it draws."""
-
-        def forward() -> torch.Tensor:
-            # If the forward pass fails, the plain step fails next in the same way.
-            with contextlib.suppress(_DifferenceFound), _failures_are_differences(PLAIN_FAILS):
-                call_model(self._spec.model, _cloned(self._samples[0]))
-            return torch.zeros(())
-
-        with perturbed_parameters(self._spec.modules) as name_of_written:
-            result = run_step(self._spec, forward, self._random)
-            name = name_of_written()
-        if name:
-            raise _DifferenceFound(
-                f"the forward pass writes to the parameter {name!r}, so chunks would write to it "
-                "several times"
-            )
-        return result.drawn
 
     def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
         """Compare the loss of many samples, which repeat a few outputs, with those of chunks."""
@@ -193,17 +172,15 @@ class StepComparison:
 
     def _compare(self, spec: StepSpec, samples: Samples, fails: str, loss_differs: str) -> None:
         """Compare the strategy's step with the plain step."""
-        targets = samples[1]
         with _failures_are_differences(fails, _PlainStepFails):
             if spec.reduction == "mean" and not spec.count_terms(*samples):
                 return
-            inputs = _cloned(samples[0])
-            plain = run_step(spec, lambda: spec.backward_whole(inputs, targets), self._random)
+        plain = self._plain_step(spec, samples, fails)
+        # Both passes of ``two_pass`` get this copy, so a model that changes its inputs changes
+        # them twice.
+        inputs = _cloned(samples[0])
+        backward = functools.partial(_backward, self._strategy, spec, inputs, samples[1])
         with _failures_are_differences(_CHUNKS_FAIL):
-            # Both passes of ``two_pass`` get this copy, so a model that changes its inputs changes
-            # them twice.
-            copied = _cloned(samples[0])
-            backward = functools.partial(_backward, self._strategy, spec, copied, targets)
             other = run_step(spec, backward, self._random)
         if name := plain.differing_state(other):
             raise _DifferenceFound(
@@ -215,6 +192,11 @@ class StepComparison:
         else:
             self._check(plain.loss, other.loss, loss_differs)
         self._check_gradients(spec, plain, other)
+
+    def _plain_step(self, spec: StepSpec, samples: Samples, fails: str) -> StepResult:
+        inputs = _cloned(samples[0])
+        with _failures_are_differences(fails, _PlainStepFails):
+            return run_step(spec, lambda: spec.backward_whole(inputs, samples[1]), self._random)
 
     def _check_outputs(self, whole: Any, *parts: Any) -> None:
         with _failures_are_differences(_CHUNKS_FAIL):

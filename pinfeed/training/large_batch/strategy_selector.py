@@ -108,7 +108,7 @@ class StrategySelector:
     def __init__(self, spec: StepSpec, options: StrategyOptions) -> None:
         self._spec = spec
         self._options = options
-        self._verifier = Verifier(options.verify, has_autocast=options.autocast is not None)
+        self._verifier = Verifier(options.verify)
         self._choices: dict[Any, StrategyChoice] = {}
         self._predictors: dict[Any, MemoryPredictor] = {}
         self._is_source_reported = False

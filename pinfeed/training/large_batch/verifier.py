@@ -45,12 +45,10 @@ class Verifier:
 
     Args:
         is_on: Whether to compare at all; False for ``verify=False``.
-        has_autocast: Whether the step runs with autocast.
     """
 
-    def __init__(self, is_on: bool, *, has_autocast: bool = False) -> None:
+    def __init__(self, is_on: bool) -> None:
         self.is_on = is_on
-        self._has_autocast = has_autocast
         self._problems: dict[Any, str] = {}
         self._drawing_modes: set[tuple[bool, ...]] = set()
 
@@ -125,7 +123,8 @@ class Verifier:
             return found
 
         kind = spec.device.type
-        is_in_autocast = self._has_autocast or torch.is_autocast_enabled(kind)
+        with spec.context():
+            is_in_autocast = torch.is_autocast_enabled(kind)
         with _full_precision(kind), torch.autocast(kind, enabled=False):
             problem, has_drawn = _find_difference(spec, strategy, samples, n, is_in_autocast)
         if has_drawn:
