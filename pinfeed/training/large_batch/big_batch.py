@@ -23,7 +23,6 @@ from pinfeed.training.large_batch.batches import (
     first_batches,
     input_target_pairs,
     is_batch_source,
-    joined_with_first,
     n_samples,
     slice_samples,
 )
@@ -34,6 +33,7 @@ from pinfeed.training.large_batch.step_spec import (
     StepSpec,
     check_targets,
     count_of,
+    device_of,
     reduction_of,
 )
 from pinfeed.training.large_batch.strategy_runner import StrategyRunner
@@ -162,7 +162,6 @@ class BigBatch:
         check_step(model, loss, options, scaler)
         if reduction not in (None, "mean", "sum"):
             raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._options = options
         self._spec = StepSpec(
             model=model,
@@ -170,9 +169,8 @@ class BigBatch:
             modules=(model, *([loss] if isinstance(loss, nn.Module) else []), *modules),
             reduction=reduction or reduction_of(loss),
             count=count or count_of(loss),
-            context=functools.partial(autocast_context, device.type, autocast),
+            context=functools.partial(autocast_context, device_of(model).type, autocast),
             scale=(lambda loss: loss) if scaler is None else scaler.scale,
-            device=device,
         )
         self._selector = StrategySelector(self._spec, options)
         self._runner = StrategyRunner(self._spec, options, self._selector)
@@ -307,11 +305,7 @@ class BigBatch:
             first = first_batches(pairs, self._spec.count_terms)
             if not first:
                 raise ArgumentError("the source yields no batch; expected at least one")
-            inputs, targets = joined_with_first(first)
-            is_one_of_several = len(first) > 1 and n_samples(inputs) == 1
-            chosen = self._selector.choose_for_source(
-                inputs, targets, is_one_of_several=is_one_of_several
-            )
+            chosen = self._selector.choose_for_source(first)
             chunks = self._source_chunks(itertools.chain(first, pairs), chosen.chunk_size)
             self._runner.chosen = chosen
             return self._runner.run_source(chunks)

@@ -16,7 +16,7 @@ from pinfeed.memory.units import human
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import sample_spec_of
 from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.step_spec import batch_norms
+from pinfeed.training.large_batch.step_spec import batch_norms, device_of
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import map_tensors
@@ -32,7 +32,6 @@ class MemoryPredictor:
     Args:
         model: The model, on its device.
         config: Memory limits.
-        device: Device of the model.
         inputs: A batch whose samples have the shape.
         targets: Its targets, or None.
         loss: The loss; None for the default of ``estimate``.
@@ -44,7 +43,6 @@ class MemoryPredictor:
         self,
         model: nn.Module,
         config: MemoryLimits,
-        device: torch.device,
         inputs: Any,
         targets: Any = None,
         *,
@@ -52,6 +50,7 @@ class MemoryPredictor:
         optimizer: Any = None,
         autocast: torch.dtype | None = None,
     ) -> None:
+        device = device_of(model)
         # The estimate includes the model, so the memory that the model takes counts as free.
         model_bytes = bytes_on_device(model, device)
         is_gpu = device.type == "cuda"

@@ -139,7 +139,6 @@ class StepSpec:
         count: Function that returns the number of terms for a batch of targets.
         context: Function that makes the context for forward passes and losses, such as autocast.
         scale: Function applied to the loss before the backward pass, such as a loss scaler.
-        device: Device of the model.
     """
 
     model: nn.Module
@@ -149,7 +148,11 @@ class StepSpec:
     count: Count
     context: Callable[[], AbstractContextManager[Any]]
     scale: Callable[[torch.Tensor], torch.Tensor]
-    device: torch.device
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return device_of(self.model)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -210,6 +213,11 @@ def gradient_transaction(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     for p, gradient in zip(parameters, computed, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the parameters of a model; the CPU if it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def batch_norms(model: nn.Module) -> list[str]:

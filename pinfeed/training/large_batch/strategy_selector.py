@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from tabulate import tabulate
-from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.memory.units import human
-from pinfeed.training.large_batch.batches import n_samples, sample_spec_of, shapes_and_dtypes
+from pinfeed.training.large_batch.batches import (
+    joined_with_first,
+    n_samples,
+    sample_shapes_and_dtypes,
+    shapes_and_dtypes,
+)
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.recompute import can_be_recomputed
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
@@ -25,8 +28,8 @@ from pinfeed.training.large_batch.verifier import Verifier
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
-CHUNK_STRATEGIES = ("accumulate", "two_pass")
-"""Strategies that compute a batch in chunks."""
+CHUNK_STRATEGIES: tuple[Strategy, ...] = ("accumulate", "two_pass")
+"""Strategies that compute a batch in chunks, the fastest first."""
 SOURCE = object()
 """Key of all batches that an iterable source yields."""
 _OTHER_NUMBERS = (
@@ -126,8 +129,13 @@ class StrategySelector:
             return self._choices[key]
         n = n_samples(inputs)
         if self._options.strategy == "auto":
-            size = self._options.chunk_size
-            chosen = self._auto(inputs, targets, size, self._predictor(inputs, targets))
+            chosen = choose_strategy(
+                self._spec,
+                (inputs, targets),
+                self._options.chunk_size,
+                self._predictor(inputs, targets),
+                self._verifier,
+            )
             return self.keep(key, chosen, n)
         strategy: Strategy = self._options.strategy  # type: ignore[assignment]
         size = n
@@ -144,19 +152,13 @@ class StrategySelector:
         _warn(strategy, problem)
         return chosen
 
-    def choose_for_source(
-        self, inputs: Any, targets: Any, *, is_one_of_several: bool
-    ) -> StrategyChoice:
+    def choose_for_source(self, first: list[tuple[Any, Any]]) -> StrategyChoice:
         """Choose the strategy for the batches of a source, from its first batches.
-
-        Args:
-            inputs: Samples of those first batches that have the same shape.
-            targets: Targets of these samples.
-            is_one_of_several: Whether ``inputs`` is a single sample although more batches follow.
 
         Raises:
             ArgumentError: If the batches cannot be added up.
         """
+        inputs, targets = joined_with_first(first)
         chosen = self._choices.get(SOURCE)
         if chosen is None:
             self._check_reduction("accumulate")
@@ -166,7 +168,7 @@ class StrategySelector:
         problem = ""
         if norms := batch_norms(self._spec.model):
             problem = _normalizes_chunks(norms, chosen.chunk_size)
-        elif is_one_of_several and self._options.verify:
+        elif self._options.verify and len(first) > n_samples(inputs) == 1:
             problem = (
                 "no two samples of the first batches have the same shape, so the strategy cannot "
                 "be compared with the plain step"
@@ -229,7 +231,8 @@ class StrategySelector:
         size = -(-chosen.chunk_size // 2)
         strategy = chosen.strategy
         if strategy == "plain":
-            strategy = self._auto(inputs, targets, size, None).strategy
+            batch = inputs, targets
+            strategy = choose_strategy(self._spec, batch, size, None, self._verifier).strategy
         why = "more samples did not fit in memory"
         smaller = StrategyChoice(strategy, size, why, chosen.device_bytes)
         return self.keep(self.key_of(inputs, targets), smaller)
@@ -255,16 +258,6 @@ class StrategySelector:
         """Return the key of a choice: the batch's shapes and dtypes, and the modules' modes."""
         return shapes_and_dtypes(inputs, targets), self._spec.training_modes
 
-    def _auto(
-        self, inputs: Any, targets: Any, size: int | None, predictor: MemoryPredictor | None
-    ) -> StrategyChoice:
-        problem_of = functools.partial(
-            self._verifier.problem_of, spec=self._spec, inputs=inputs, targets=targets
-        )
-        is_known = self._spec.reduction is not None
-        n = n_samples(inputs)
-        return choose_strategy(self._spec.model, n, size, is_known, predictor, problem_of)
-
     def _check_reduction(self, strategy: Strategy) -> None:
         if strategy == "accumulate" and self._spec.reduction is None:
             raise ArgumentError(
@@ -285,19 +278,14 @@ class StrategySelector:
 
     def _predictor(self, inputs: Any, targets: Any) -> MemoryPredictor | None:
         """Return the predictor for samples of this shape; None without a config."""
-        if self._options.config is None:
+        config = self._options.config
+        if config is None:
             return None
-        target_key = targets is not None and sample_spec_of(targets).key
-        key = sample_spec_of(inputs).key, target_key, *batch_norms(self._spec.model)
+        key = sample_shapes_and_dtypes(inputs, targets), self._spec.training_modes
         if key not in self._predictors:
+            dtype = self._options.autocast
             self._predictors[key] = MemoryPredictor(
-                self._spec.model,
-                self._options.config,
-                self._spec.device,
-                inputs,
-                targets,
-                loss=self._spec.loss,
-                autocast=self._options.autocast,
+                self._spec.model, config, inputs, targets, loss=self._spec.loss, autocast=dtype
             )
         return self._predictors[key]
 
@@ -326,22 +314,20 @@ def _warn(strategy: str, problem: str) -> None:
 
 
 def choose_strategy(
-    model: nn.Module,
-    n: int,
+    spec: StepSpec,
+    batch: tuple[Any, Any],
     chunk_size: int | None,
-    has_known_reduction: bool,
     predictor: MemoryPredictor | None,
-    problem_of: Callable[[Strategy], str],
+    verifier: Verifier,
 ) -> StrategyChoice:
     """Choose the strategy for a batch, as ``"auto"`` does.
 
     Args:
-        model: The model, in the mode in which it is trained.
-        n: Samples of the batch.
+        spec: The model, in the mode in which it is trained, and the loss.
+        batch: Inputs and targets.
         chunk_size: Samples of a chunk; None for the largest chunk that fits.
-        has_known_reduction: Whether the loss is known to be the mean or sum of its terms.
         predictor: Predicts the memory of strategies; None if there is no limit.
-        problem_of: Returns how a strategy differs from the plain step; "" if it does not.
+        verifier: Compares strategies with the plain step.
 
     Raises:
         ArgumentError: If no strategy gives the gradients of the plain step, or there is neither a
@@ -350,6 +336,7 @@ def choose_strategy(
     """
     if predictor is None and chunk_size is None:
         raise ArgumentError(_SIZE_IS_UNKNOWN)
+    n = n_samples(batch[0])
     device_bytes: dict[str, int | None] = {}
     problems: dict[str, str] = {}
 
@@ -360,14 +347,14 @@ def choose_strategy(
         return predictor is not None and nbytes is not None and nbytes <= predictor.limit
 
     def is_right(strategy: Strategy) -> bool:
-        if problem := problem_of(strategy):
+        if problem := verifier.problem_of(strategy, spec, *batch):
             problems[strategy] = problem
         return not problem
 
     if (chunk_size is not None and chunk_size >= n) or fits("plain"):
         return StrategyChoice("plain", n, "the whole batch fits in memory", device_bytes)
-    norms = batch_norms(model)
-    for strategy in ("accumulate", "two_pass") if has_known_reduction else ("two_pass",):
+    norms = batch_norms(spec.model)
+    for strategy in CHUNK_STRATEGIES if spec.reduction else CHUNK_STRATEGIES[1:]:
         if norms:
             problems[strategy] = f"{norms[0]} normalizes over the batch"
             continue
@@ -384,7 +371,7 @@ def choose_strategy(
     if fits("offload") and predictor is not None and predictor.fits_on_host(n):
         why = f"{why} its activations fit in host memory"
         return StrategyChoice("offload", n, why, device_bytes)
-    if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):
+    if can_be_recomputed(spec.model) and fits("checkpoint") and is_right("checkpoint"):
         why = f"{why} the whole batch fits if parts of the model are recomputed"
         return StrategyChoice("checkpoint", n, why, device_bytes)
     raise _no_strategy(n, problems)
