@@ -28,16 +28,7 @@ from torch import nn
 from pinfeed.errors import ArgumentError, described
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.batches import (
-    Chunk,
-    Chunks,
-    check_output_rows,
-    concatenate,
-    is_differentiable,
-    n_samples,
-    select_samples,
-    slice_samples,
-)
+from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_result import (
@@ -163,8 +154,8 @@ class StepComparison:
         tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
         n_repeats = max(2, _OUTPUT_BYTES // max(1, sum(leaf.nbytes for leaf in tensors)))
         inputs, targets = self._samples_of(self._n * n_repeats)
-        rows = torch.arange(n_samples(inputs))
-        model = _StoredOutputs(select_samples(outputs, rows % self._n))
+        rows = torch.arange(batches.n_samples(inputs))
+        model = _StoredOutputs(batches.select_samples(outputs, rows % self._n))
         spec = replace(spec, model=model, modules=(model, *spec.modules[1:]))
         if spec.parameters:
             problem = "the losses of the chunks do not add up to the loss of the batch"
@@ -200,7 +191,7 @@ class StepComparison:
 
     def _check_outputs(self, whole: Any, *parts: Any) -> None:
         with _failures_are_differences(_CHUNKS_FAIL):
-            joined = concatenate(list(parts))
+            joined = batches.concatenate(list(parts))
         for (_, one), (_, another) in zip(flatten(whole)[0], flatten(joined)[0], strict=True):
             self._check(one, another, "an output of the model differs")
 
@@ -236,14 +227,14 @@ def _backward(strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> torch
     if strategy == "checkpoint":
         with recomputed(spec.model):
             return spec.backward_whole(inputs, targets)
-    n = n_samples(inputs)
+    n = batches.n_samples(inputs)
     # Means of chunks of unequal sizes have unequal weights.
     size = min(n - 1, -(-2 * n // 3))
 
-    def chunks() -> Chunks:
+    def chunks() -> batches.Chunks:
         for start in range(0, n, size):
-            x, y = slice_samples((inputs, targets), start, start + size)
-            yield Chunk(x, y, spec.count_terms(x, y))
+            x, y = batches.slice_samples((inputs, targets), start, start + size)
+            yield batches.Chunk(x, y, spec.count_terms(x, y))
 
     if strategy == "two_pass":
         return backward_two_pass(spec, chunks, targets)
@@ -270,12 +261,12 @@ class _RandomLoss:
 
     def __call__(self, outputs: Any, rows: torch.Tensor) -> torch.Tensor:
         if self._is_cut:
-            check_output_rows(outputs, len(rows))
+            batches.check_output_rows(outputs, len(rows))
         self.outputs.append(map_tensors(torch.Tensor.detach, outputs))
         # Outputs may need no gradient, but the backward pass of a loss must be possible.
         total = torch.zeros((), dtype=torch.float64, requires_grad=True)
         for i, (_, leaf) in enumerate(flatten(outputs)[0]):
-            if is_differentiable(leaf):
+            if batches.is_differentiable(leaf):
                 values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
                 products = values * _random_rows(i, values, int(rows[0]))
                 total = total.to(leaf.device) + products.sum(dtype=torch.float64)
@@ -289,14 +280,14 @@ class _StoredOutputs(nn.Module):
         super().__init__()
         leaves, self._rebuild = flatten(outputs)
         self._leaves = [
-            nn.Parameter(leaf) if is_differentiable(leaf) else leaf for _, leaf in leaves
+            nn.Parameter(leaf) if batches.is_differentiable(leaf) else leaf for _, leaf in leaves
         ]
         for i, leaf in enumerate(self._leaves):
             if isinstance(leaf, nn.Parameter):
                 self.register_parameter(f"output{i}", leaf)
 
     def forward(self, rows: torch.Tensor) -> Any:
-        return select_samples(self._rebuild(iter(self._leaves)), rows)
+        return batches.select_samples(self._rebuild(iter(self._leaves)), rows)
 
 
 def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:
