@@ -189,15 +189,17 @@ def norm_of(tensor: torch.Tensor | None) -> float:
     """Return the Euclidean norm, computed in float64; the tensor may be sparse."""
     if tensor is None or not tensor.numel():
         return 0.0
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
     dtype = torch.complex128 if tensor.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(values_of(tensor), dtype=dtype))
+    return float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def relative_error(one: Any, other: Any, size: float | None = None) -> float:
     """Return the norm of the difference, relative to ``size``, or to the larger norm.
 
     The error is infinite if shapes or kinds differ. Non-finite values at the same positions are
-    equal. None equals a tensor of zeros.
+    equal, but tensors without a finite value have no error relative to ``size``, so it is infinite.
+    None equals a tensor of zeros.
     """
     if one is None and isinstance(other, torch.Tensor):
         one = torch.zeros_like(other)
@@ -219,15 +221,12 @@ def relative_error(one: Any, other: Any, size: float | None = None) -> float:
     if not math.isfinite(difference + size) and one.layout is torch.strided:
         is_same = (one == other) | (one.isnan() & other.isnan())
         is_ignored = is_same & ~one.isfinite()
+        if size is not None and is_ignored.all():
+            return math.inf
         difference = norm_of(torch.where(is_same, 0, one - other))
         size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (one, other))
     error = difference / (size or 1.0)
     return math.inf if math.isnan(error) else error
-
-
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor that may be sparse."""
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 _RANGE_ENDS = (0.98, 0.02)
