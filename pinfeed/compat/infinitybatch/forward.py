@@ -28,13 +28,13 @@ from pinfeed.training.large_batch.batches import (
 from pinfeed.training.large_batch.chunked_gradients import RecomputedChunks
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
-from pinfeed.training.large_batch.strategy_runner import WholeSteps
-from pinfeed.training.large_batch.strategy_selector import (
+from pinfeed.training.large_batch.strategy_choice import (
     STRATEGIES,
     StrategyChoice,
     choose_strategy,
 )
 from pinfeed.training.large_batch.verifier import Verifier
+from pinfeed.training.large_batch.whole_steps import WholeSteps
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import call_model
 from pinfeed.validation.arguments import whole_number

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,14 +25,8 @@ from pinfeed.training.large_batch.step_spec import (
     device_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.strategy_runner import StrategyRunner
-from pinfeed.training.large_batch.strategy_selector import (
-    STRATEGIES,
-    StrategyChoice,
-    StrategyOptions,
-    StrategySelector,
-    is_in_chunks,
-)
+from pinfeed.training.large_batch.strategy_choice import STRATEGIES, StrategyChoice, is_in_chunks
+from pinfeed.training.large_batch.strategy_runner import StrategyOptions, StrategyRunner
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
@@ -160,8 +153,7 @@ class BigBatch:
             context=functools.partial(autocast_context, device_of(model).type, autocast),
             scale=(lambda loss: loss) if scaler is None else scaler.scale,
         )
-        self._selector = StrategySelector(self._spec, options)
-        self._runner = StrategyRunner(self._spec, options, self._selector)
+        self._runner = StrategyRunner(self._spec, options)
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -218,7 +210,7 @@ class BigBatch:
         if targets is None and batches.is_batch_source(inputs):
             return self._backward_source(inputs)
         inputs, targets = self._checked_batch(inputs, targets)
-        chosen = self._selector.choose(inputs, targets)
+        chosen = self._runner.choose(inputs, targets)
         self._runner.chosen = chosen
         return self._runner.run(chosen, inputs, targets)
 
@@ -249,9 +241,9 @@ class BigBatch:
         n = batches.n_samples(inputs)
         strategy = self._options.strategy
         if strategy == "auto":
-            strategy = (self.chosen or self._selector.choose(inputs, targets)).strategy
+            strategy = (self.chosen or self._runner.choose(inputs, targets)).strategy
         size = chunk_size or max(1, n // 3)
-        chosen = self._selector.named(strategy, n, size)  # type: ignore[arg-type]
+        chosen = self._runner.named(strategy, n, size)  # type: ignore[arg-type]
         whole = to_device((inputs, targets), self._spec.device)
         return compare_with_plain_step(
             self._spec,
@@ -290,22 +282,7 @@ class BigBatch:
             contextlib.nullcontext() if is_feeder else feeder,
             contextlib.closing(batches.input_target_pairs(feeder)) as pairs,
         ):
-            first = batches.first_batches(pairs, self._spec.count_terms)
-            if not first:
-                raise ArgumentError("the source yields no batch; expected at least one")
-            chosen = self._selector.choose_for_source(first)
-            chunks = self._source_chunks(itertools.chain(first, pairs), chosen.chunk_size)
-            self._runner.chosen = chosen
-            return self._runner.run_source(chunks)
-
-    def _source_chunks(self, pairs: Iterable[tuple[Any, Any]], size: int) -> batches.Chunks:
-        for batch in pairs:
-            self._selector.check_part_of_source(*batch)
-            for start in range(0, batches.n_samples(batch), size):
-                samples = batches.slice_samples(batch, start, start + size)
-                # Tensors are already on the device, but numpy arrays are not.
-                x, y = to_device(samples, self._spec.device)
-                yield batches.Chunk(x, y, self._spec.count_terms(x, y))
+            return self._runner.run_source(pairs)
 
     def _require_open(self) -> None:
         if self._is_closed:

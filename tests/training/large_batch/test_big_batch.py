@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import BigBatch, Config, Feeder, MiB, errors
-from pinfeed.training.large_batch.strategy_selector import STRATEGIES
+from pinfeed.training.large_batch.strategy_choice import STRATEGIES
 
 WHOLE = [strategy for strategy in STRATEGIES if strategy not in ("accumulate", "two_pass")]
 
