@@ -90,7 +90,8 @@ class StepComparison:
         n: Number of samples for the model.
 
     Attributes:
-        has_drawn: Whether the forward pass has drawn random numbers from torch.
+        has_drawn: Whether a step has drawn random numbers from torch.
+        has_loss: Whether a step with the user's model and loss has run.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class StepComparison:
         self._n = n
         self._random = rng_state.capture()
         self.has_drawn = False
+        self.has_loss = False
         limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
         self._limit = max(limits, default=ROUNDING[torch.float32])
 
@@ -186,7 +188,9 @@ class StepComparison:
     def _plain_step(self, spec: StepSpec, samples: Samples, fails: str) -> StepResult:
         inputs = _cloned(samples[0])
         with _failures_are_differences(fails, _PlainStepFails):
-            return run_step(spec, lambda: spec.backward_whole(inputs, samples[1]), self._random)
+            result = run_step(spec, lambda: spec.backward_whole(inputs, samples[1]), self._random)
+        self.has_loss |= spec.loss is self._spec.loss and spec.model is self._spec.model
+        return result
 
     def _check_outputs(self, whole: Any, *parts: Any) -> None:
         with _failures_are_differences(_CHUNKS_FAIL):

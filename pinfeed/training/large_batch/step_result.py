@@ -106,6 +106,23 @@ def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], 
             p.data = data
 
 
+@contextlib.contextmanager
+def in_float64(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let modules compute in float64, and restore their parameters and state at the end.
+
+    The modules themselves are changed, not copies, because a loss may refer to them.
+    """
+    originals = [(p, p.data) for module in modules for p in module.parameters()]
+    with state_on_copies(modules):
+        try:
+            for module in modules:
+                module.double()
+            yield
+        finally:
+            for p, data in originals:
+                p.data = data
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return the module's own attributes that are tensors or simple values."""
     return {

@@ -7,9 +7,7 @@ samples.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from pinfeed.training.large_batch.step_comparison import (
     Samples,
     StepComparison,
 )
+from pinfeed.training.large_batch.step_result import in_float64
 from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
@@ -144,17 +143,19 @@ def _find_difference(
         draws random numbers.
     """
     own = StepComparison(spec, strategy, samples, n)
+    problem = ""
     if not any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters):
         problem, error = own.difference()
         needs_autocast = is_in_autocast and problem.startswith(PLAIN_FAILS)
         if not problem or (error > _MAY_BE_ROUNDING and not needs_autocast):
             return problem, own.has_drawn
-    try:
-        wide = StepComparison(_spec_in_float64(spec), strategy, _in_float64(samples), n)
-        return wide.difference()[0], wide.has_drawn
-    except Exception:
-        # A model that cannot be copied is compared in its own dtype.
-        return own.difference()[0], own.has_drawn
+    with contextlib.suppress(Exception), in_float64(spec.modules):
+        wide = StepComparison(spec, strategy, _in_float64(samples), n)
+        problem = wide.difference()[0]
+        if not problem.startswith(PLAIN_FAILS) and (wide.has_loss or not own.has_loss):
+            return problem, wide.has_drawn
+    # The step fails in float64, so its own dtype decides, unless the rounding hides differences.
+    return own.difference()[0] or problem, own.has_drawn
 
 
 def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
@@ -196,15 +197,6 @@ def _dense_rows(batch: Any) -> Iterator[torch.Tensor]:
             rows = leaf.detach().reshape(len(leaf), -1)
             # Long rows are sampled at intervals, which bounds time and memory.
             yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]
-
-
-def _spec_in_float64(spec: StepSpec) -> StepSpec:
-    """Return the spec with copies of its modules in float64."""
-    modules = [module.double() for module in copy.deepcopy(list(spec.modules))]
-    loss = spec.loss
-    if isinstance(loss, nn.Module):
-        loss = modules[list(spec.modules).index(loss)]
-    return replace(spec, model=modules[0], modules=modules, loss=loss)
 
 
 def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
