@@ -237,6 +237,21 @@ def test_a_loss_with_parameters_of_its_own() -> None:
         torch.testing.assert_close(gradients(own), gradients(loss), rtol=1e-4, atol=1e-6)
 
 
+def test_a_loss_with_parameters_of_the_model() -> None:
+    model = mlp()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets) + model[0].weight.square().sum()
+
+    loss(model(X), Y).backward()
+    want = gradients(model)
+    for strategy in STRATEGIES:
+        model.zero_grad()
+        with BigBatch(model, loss, chunk_size=4, strategy=strategy, reduction="mean") as big:
+            big.backward(X, Y)
+        torch.testing.assert_close(gradients(model), want, rtol=1e-4, atol=1e-6)
+
+
 def test_a_scaler_and_autocast() -> None:
     plain = mlp()
     with torch.autocast("cpu", torch.bfloat16):
