@@ -66,8 +66,9 @@ def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], tuple
     finally:
         for module, buffers, attributes in originals:
             for owned, before in ((module._buffers, buffers), (vars(module), attributes)):
-                owned.clear()
                 owned.update(before)
+                for key in owned.keys() - before.keys():
+                    del owned[key]
         for generator, numbers in generators:
             generator.set_state(numbers)
 
@@ -112,14 +113,15 @@ def in_float64(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     The modules themselves are changed, not copies, because a loss may refer to them.
     """
-    originals = [(p, p.data) for module in modules for p in module.parameters()]
-    with state_on_copies(modules):
+    parameters = [p for module in modules for p in module.parameters()]
+    originals = [p.data for p in parameters]
+    with gradients_set_aside(parameters), state_on_copies(modules):
         try:
             for module in modules:
                 module.double()
             yield
         finally:
-            for p, data in originals:
+            for p, data in zip(parameters, originals, strict=True):
                 p.data = data
 
 

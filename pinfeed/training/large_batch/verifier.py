@@ -14,17 +14,9 @@ import torch
 from torch import nn
 
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.batches import (
-    n_samples,
-    sample_shapes_and_dtypes,
-    select_samples,
-)
+from pinfeed.training.large_batch.batches import n_samples, sample_shapes_and_dtypes, select_samples
 from pinfeed.training.large_batch.chunked_gradients import AccumulationHook
-from pinfeed.training.large_batch.step_comparison import (
-    PLAIN_FAILS,
-    Samples,
-    StepComparison,
-)
+from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
 from pinfeed.training.large_batch.step_result import in_float64
 from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
