@@ -59,9 +59,7 @@ class GradientAccumulator:
         Returns:
             The loss of the whole batch, a tensor of shape ().
         """
-        if self._spec.reduction != "mean":
-            return self._add_up(chunks, 1.0)
-        if total is not None:
+        if self._spec.reduction != "mean" or total is not None:
             return self._add_up(chunks, total or 1.0)
         # Gradients have the magnitude of a mean from the first chunk on, so that clipping and
         # overflow happen as in the plain step.
@@ -155,8 +153,6 @@ class RecomputedChunks:
                 self._random.append(rng_state.capture())
                 parts.append(self._compute(chunk.inputs))
                 batches.check_output_rows(parts[-1], batches.n_samples(chunk.inputs))
-        if not parts:
-            raise ArgumentError("the batch is empty; expected at least one sample")
         return batches.concatenate(parts)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:

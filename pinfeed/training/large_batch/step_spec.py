@@ -157,10 +157,8 @@ class StepSpec:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that require gradients, each once."""
-        found: dict[int, nn.Parameter] = {}
-        for module in self.modules:
-            found.update((id(p), p) for p in module.parameters() if p.requires_grad)
-        return list(found.values())
+        every = {id(p): p for module in self.modules for p in module.parameters()}
+        return [p for p in every.values() if p.requires_grad]
 
     @property
     def training_modes(self) -> tuple[bool, ...]:
