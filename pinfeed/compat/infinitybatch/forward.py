@@ -7,7 +7,6 @@ the loss, so the outputs of all chunks are one node of the autograd graph.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -27,15 +26,15 @@ from pinfeed.training.large_batch.batches import (
     slice_samples,
 )
 from pinfeed.training.large_batch.chunked_gradients import RecomputedChunks
-from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
+from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
-from pinfeed.training.large_batch.strategy_runner import WholeSteps
-from pinfeed.training.large_batch.strategy_selector import (
+from pinfeed.training.large_batch.strategy_choice import (
     STRATEGIES,
     StrategyChoice,
     choose_strategy,
 )
 from pinfeed.training.large_batch.verifier import Verifier
+from pinfeed.training.large_batch.whole_steps import WholeSteps
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import call_model
 from pinfeed.validation.arguments import whole_number
@@ -105,7 +104,7 @@ class BatchForward:
         inputs = as_tensors(inputs)
         # The strategies are compared by their gradients, also before an evaluation.
         with torch.enable_grad():
-            choice = self._choose(model, inputs, optimizer, device)
+            choice = self._choose(model, inputs, optimizer)
         self.chosen = choice
         if choice.strategy == "two_pass":
             return _outputs_in_chunks(model, inputs, choice.chunk_size, device, back)
@@ -113,9 +112,7 @@ class BatchForward:
         with self._whole.context(choice.strategy, [model]):
             return to_device(call_model(model, to_device(inputs, device)), back)
 
-    def _choose(
-        self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device
-    ) -> StrategyChoice:
+    def _choose(self, model: nn.Module, inputs: Any, optimizer: Any) -> StrategyChoice:
         """Return the choice for batches of this shape; it is made once."""
         n = n_samples(inputs)
         if n == 0:
@@ -123,13 +120,12 @@ class BatchForward:
         modes = tuple(module.training for module in model.modules())
         key = (shapes_and_dtypes(inputs), *modes)
         if key not in self._choice_by_shape:
-            self._choice_by_shape[key] = self._decide(model, n, inputs, optimizer, device)
+            self._choice_by_shape[key] = self._decide(model, n, inputs, optimizer)
         return self._choice_by_shape[key]
 
-    def _decide(
-        self, model: nn.Module, n: int, inputs: Any, optimizer: Any, device: torch.device
-    ) -> StrategyChoice:
-        self._check_strategy(model, inputs)
+    def _decide(self, model: nn.Module, n: int, inputs: Any, optimizer: Any) -> StrategyChoice:
+        spec = _spec_of_outputs(model)
+        self._check_strategy(spec, inputs)
         unknown: dict[str, int | None] = dict.fromkeys(STRATEGIES)
         if self._strategy not in ("auto", "two_pass"):
             why = f"strategy={self._strategy!r} was given"
@@ -137,12 +133,10 @@ class BatchForward:
         try:
             predictor = None
             if self._chunk_size is None:
-                predictor = memory_predictor_for(
-                    model, self._config, device, inputs, optimizer=optimizer
-                )
+                predictor = MemoryPredictor(model, self._config, inputs, optimizer=optimizer)
             if self._strategy == "auto":
-                problem_of = functools.partial(self._problem_of, model, inputs)
-                return choose_strategy(model, n, self._chunk_size, False, predictor, problem_of)
+                size = self._chunk_size
+                return choose_strategy(spec, (inputs, None), size, predictor, self._verifier)
             size = self._chunk_size
             if predictor is not None:
                 size = predictor.chunk_size("two_pass", n)
@@ -152,16 +146,16 @@ class BatchForward:
         assert size is not None
         return StrategyChoice("two_pass", min(n, size), "strategy='two_pass' was given", unknown)
 
-    def _check_strategy(self, model: nn.Module, inputs: Any) -> None:
+    def _check_strategy(self, spec: StepSpec, inputs: Any) -> None:
         """Refuse, or warn about, a strategy that gives other gradients than the plain step."""
-        if self._strategy == "two_pass" and (norms := batch_norms(model)):
+        if self._strategy == "two_pass" and (norms := batch_norms(spec.model)):
             raise ArgumentError(
                 f"strategy='two_pass' computes chunks, but {norms[0]} normalizes over the batch; "
                 "give strategy='offload' or 'checkpoint'"
             )
         if self._strategy not in ("two_pass", "checkpoint"):
             return
-        if problem := self._problem_of(model, inputs, self._strategy):
+        if problem := self._verifier.problem_of(self._strategy, spec, inputs):
             warn(
                 f"strategy={self._strategy!r} does not give the gradients of the plain step: "
                 f"{problem}; give strategy='auto', or verify=False if the difference does not "
@@ -169,18 +163,18 @@ class BatchForward:
                 8,
             )
 
-    def _problem_of(self, model: nn.Module, inputs: Any, strategy: str) -> str:
-        """Return how outputs or gradients of a strategy differ from those of the whole batch."""
-        outputs_only = StepSpec(
-            model,
-            lambda outputs, _: outputs,
-            (model,),
-            "sum",
-            lambda _: 1,
-            contextlib.nullcontext,
-            lambda loss: loss,
-        )
-        return self._verifier.problem_of(strategy, outputs_only, inputs)
+
+def _spec_of_outputs(model: nn.Module) -> StepSpec:
+    """Return the spec of a step whose loss is unknown, so only outputs are compared."""
+    return StepSpec(
+        model,
+        lambda outputs, _: outputs,
+        (model,),
+        None,
+        lambda _: 1,
+        contextlib.nullcontext,
+        lambda loss: loss,
+    )
 
 
 def _outputs_in_chunks(

@@ -20,7 +20,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.loader_source import check_loader
 from pinfeed.training.large_batch.batches import as_tensors, n_samples
-from pinfeed.training.large_batch.strategy_selector import StrategyChoice
+from pinfeed.training.large_batch.strategy_choice import StrategyChoice
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 from pinfeed.validation.arguments import whole_number
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,18 +14,7 @@ from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
-from pinfeed.training.large_batch.batches import (
-    Chunk,
-    Chunks,
-    as_tensors,
-    check_no_sample_lists,
-    first_batches,
-    input_target_pairs,
-    is_batch_source,
-    joined_with_first,
-    n_samples,
-    slice_samples,
-)
+from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.check import Check, compare_with_plain_step
 from pinfeed.training.large_batch.step_spec import (
     Count,
@@ -34,50 +22,44 @@ from pinfeed.training.large_batch.step_spec import (
     StepSpec,
     check_targets,
     count_of,
+    device_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.strategy_runner import StrategyRunner
-from pinfeed.training.large_batch.strategy_selector import (
-    STRATEGIES,
-    StrategyChoice,
-    StrategyOptions,
-    StrategySelector,
-    is_in_chunks,
-)
+from pinfeed.training.large_batch.strategy_choice import STRATEGIES, StrategyChoice, is_in_chunks
+from pinfeed.training.large_batch.strategy_runner import StrategyOptions, StrategyRunner
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 
-def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
-    """Check the arguments of a BigBatch that a step depends on.
-
-    Raises:
-        ArgumentError: If one of them is invalid.
-    """
-    config = options.config
-    strategy = options.strategy
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model={model!r}: expected a torch module")
+def _check_arguments(
+    model: Any, loss: Any, options: StrategyOptions, reduction: Any, modules: Any, scaler: Any
+) -> None:
     if isinstance(loss, type):
         raise ArgumentError(
             f"loss={loss.__name__} is a class; expected a function of outputs and targets; give "
             f"loss={loss.__name__}()"
         )
-    if not callable(loss):
-        raise ArgumentError(f"loss={loss!r}: expected a function of outputs and targets")
-    if config is not None and not isinstance(config, limits.MemoryLimits):
-        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config, or None")
+    config = options.config
+    strategy = options.strategy
+    strategies = ("auto", *STRATEGIES)
+    is_config = config is None or isinstance(config, limits.MemoryLimits)
+    are_modules = isinstance(modules, list) and all(isinstance(one, nn.Module) for one in modules)
+    is_scaler = not isinstance(scaler, type) and callable(getattr(scaler, "scale", None))
+    for name, value, is_valid, expected in (
+        ("model", model, isinstance(model, nn.Module), "a torch module"),
+        ("loss", loss, callable(loss), "a function of outputs and targets"),
+        ("config", config, is_config, "a pinfeed.Config, or None"),
+        ("strategy", strategy, strategy in strategies, f"one of {str(strategies)[1:-1]}"),
+        ("reduction", reduction, reduction in (None, "mean", "sum"), "'mean', 'sum' or None"),
+        ("modules", modules, are_modules, "a list of torch modules"),
+        ("scaler", scaler, scaler is None or is_scaler, "a torch.amp.GradScaler, or None"),
+    ):
+        if not is_valid:
+            raise ArgumentError(f"{name}={value!r}: expected {expected}")
     if options.chunk_size is not None:
         whole_number(options.chunk_size, "chunk_size")
-    if strategy != "auto" and strategy not in STRATEGIES:
-        raise ArgumentError(
-            f"strategy={strategy!r}: expected one of 'auto', {', '.join(map(repr, STRATEGIES))}"
-        )
     check_autocast(options.autocast)
-    is_class = isinstance(scaler, type)
-    if scaler is not None and (is_class or not callable(getattr(scaler, "scale", None))):
-        raise ArgumentError(f"scaler={scaler!r}: expected a torch.amp.GradScaler, or None")
     check_flag(options.verify, "verify")
 
 
@@ -157,30 +139,27 @@ class BigBatch:
         scaler: Any = None,
         verify: bool = True,
     ) -> None:
-        modules = _checked_modules(modules)
+        others: Any = modules
+        others = list(others) if isinstance(others, Iterable) else others
         options = StrategyOptions(config, chunk_size, strategy, autocast, verify)
-        check_step(model, loss, options, scaler)
-        if reduction not in (None, "mean", "sum"):
-            raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        _check_arguments(model, loss, options, reduction, others, scaler)
         self._options = options
         self._spec = StepSpec(
             model=model,
             loss=loss,
-            modules=(model, *([loss] if isinstance(loss, nn.Module) else []), *modules),
+            modules=(model, *([loss] if isinstance(loss, nn.Module) else []), *others),
             reduction=reduction or reduction_of(loss),
             count=count or count_of(loss),
-            context=functools.partial(autocast_context, self._device.type, autocast),
+            context=functools.partial(autocast_context, device_of(model).type, autocast),
             scale=(lambda loss: loss) if scaler is None else scaler.scale,
         )
-        self._selector = StrategySelector(self._spec, self._device, options)
-        self._runner = StrategyRunner(self._spec, self._device, options, self._selector)
+        self._runner = StrategyRunner(self._spec, options)
         self._is_closed = False
 
     def __repr__(self) -> str:
         options = self._options
         return (
-            f"<BigBatch: {type(self._spec.model).__name__} on {self._device}, "
+            f"<BigBatch: {type(self._spec.model).__name__} on {self._spec.device}, "
             f"strategy={options.strategy!r}, chunk_size={options.chunk_size}"
             f"{', closed' if self._is_closed else ''}>"
         )
@@ -228,10 +207,10 @@ class BigBatch:
             NotEnoughCPUMemory: If the model is on the CPU and not even one sample fits.
         """
         self._require_open()
-        if targets is None and is_batch_source(inputs):
+        if targets is None and batches.is_batch_source(inputs):
             return self._backward_source(inputs)
         inputs, targets = self._checked_batch(inputs, targets)
-        chosen = self._selector.choose(inputs, targets)
+        chosen = self._runner.choose(inputs, targets)
         self._runner.chosen = chosen
         return self._runner.run(chosen, inputs, targets)
 
@@ -259,13 +238,13 @@ class BigBatch:
         """
         self._require_open()
         inputs, targets = self._checked_batch(inputs, targets)
-        n = n_samples(inputs)
+        n = batches.n_samples(inputs)
         strategy = self._options.strategy
         if strategy == "auto":
-            strategy = (self.chosen or self._selector.choose(inputs, targets)).strategy
+            strategy = (self.chosen or self._runner.choose(inputs, targets)).strategy
         size = chunk_size or max(1, n // 3)
-        chosen = self._selector.choice_as_named(strategy, n, size)  # type: ignore[arg-type]
-        whole = to_device((inputs, targets), self._device)
+        chosen = self._runner.named(strategy, n, size)  # type: ignore[arg-type]
+        whole = to_device((inputs, targets), self._spec.device)
         return compare_with_plain_step(
             self._spec,
             strategy,
@@ -277,16 +256,17 @@ class BigBatch:
     def _checked_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return inputs and targets as tensors, with equal numbers of samples."""
         check_targets(self._spec.loss, inputs, targets)
-        inputs = as_tensors(inputs)
-        targets = as_tensors(targets)
-        n = n_samples(inputs)
-        if targets is not None and n_samples(targets) != n:
+        inputs = batches.as_tensors(inputs)
+        targets = batches.as_tensors(targets)
+        n = batches.n_samples(inputs)
+        n_targets = n if targets is None else batches.n_samples(targets)
+        if n_targets != n:
             raise ArgumentError(
-                f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many"
+                f"inputs have {n} samples and targets {n_targets}; expected equally many"
             )
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
-        check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
+        batches.check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
         return inputs, targets
 
     def _backward_source(self, source: Any) -> torch.Tensor:
@@ -296,43 +276,14 @@ class BigBatch:
                 f"strategy={self._options.strategy!r} needs all samples at once, and batches "
                 "arrive one by one; give the whole batch as tensors, or strategy='accumulate'"
             )
-        with contextlib.ExitStack() as stack:
-            batches = source
-            if not hasattr(source, "batches") and not isinstance(source, LoaderFeeder):
-                batches = stack.enter_context(wrap_loader(source, device=self._device, depth=1))
-            pairs = stack.enter_context(contextlib.closing(input_target_pairs(batches)))
-            first = first_batches(pairs, self._spec.count_terms)
-            if not first:
-                raise ArgumentError("the source yields no batch; expected at least one")
-            inputs, targets = joined_with_first(first)
-            is_one_of_several = len(first) > 1 and n_samples(inputs) == 1
-            chosen = self._selector.choose_for_source(
-                inputs, targets, is_one_of_several=is_one_of_several
-            )
-            chunks = self._source_chunks(itertools.chain(first, pairs), chosen.chunk_size)
-            self._runner.chosen = chosen
-            return self._runner.run_source(chunks)
-
-    def _source_chunks(self, batches: Iterable[tuple[Any, Any]], size: int) -> Chunks:
-        for batch in batches:
-            self._selector.check_part_of_source(*batch)
-            for start in range(0, n_samples(batch), size):
-                # Tensors are already on the device, but numpy arrays are not.
-                x, y = to_device(slice_samples(batch, start, start + size), self._device)
-                yield Chunk(x, y, self._spec.count_terms(x, y))
+        is_feeder = hasattr(source, "batches") or isinstance(source, LoaderFeeder)
+        feeder = source if is_feeder else wrap_loader(source, device=self._spec.device, depth=1)
+        with (
+            contextlib.nullcontext() if is_feeder else feeder,
+            contextlib.closing(batches.input_target_pairs(feeder)) as pairs,
+        ):
+            return self._runner.run_source(pairs)
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this BigBatch is closed; make another one")
-
-
-def _checked_modules(modules: Any) -> tuple[nn.Module, ...]:
-    """Return ``modules`` as a tuple.
-
-    Raises:
-        ArgumentError: If one of them is not a torch module.
-    """
-    found = tuple(modules) if isinstance(modules, Iterable) else (modules,)
-    if not isinstance(modules, Iterable) or not all(isinstance(one, nn.Module) for one in found):
-        raise ArgumentError(f"modules={modules!r}: expected a list of torch modules")
-    return found

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.step_comparison import RANGE_ENDS, ROUNDING
+from pinfeed.training.large_batch.step_comparison import ROUNDING
 from pinfeed.training.large_batch.step_result import (
-    FixedRandomness,
     StepResult,
-    has_drawn,
     norm_of,
+    number_contexts,
     relative_error,
     run_step,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
 
-_ROUNDING = ROUNDING | {torch.float32: 1e-4}
+_ROUNDING = {**ROUNDING, torch.float32: 1e-4}
 """Relative differences that rounding explains; sums over a batch of any size round more."""
 
 
@@ -95,21 +91,12 @@ def compare_with_plain_step(
         ArgumentError: If chunks draw random numbers that cannot be fixed.
     """
     state = rng_state.capture()
-    is_fixed = False
-    if is_cut:
-        with rng_state.replayed(state):
-            run_step(spec, plain)
-            is_fixed = has_drawn(state)
-    contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
-    if is_fixed:
-        contexts = [FixedRandomness(at) for at in RANGE_ENDS]
+    drawn = run_step(spec, plain, state).drawn if is_cut else set()
     checks = []
-    for context in contexts:
-        results = []
-        for compute in (plain, other):
-            with rng_state.replayed(state), context:
-                results.append(run_step(spec, compute))
-        checks.append(_check_of(spec, strategy, results, is_fixed))
+    for context in number_contexts(drawn):
+        with context():
+            results = [run_step(spec, compute, state) for compute in (plain, other)]
+        checks.append(_check_of(spec, strategy, results, bool(drawn)))
     # The first one that is not exact, if there is one.
     return min(checks, key=bool)
 
@@ -121,15 +108,12 @@ def _check_of(
     gradients = zip(want.gradients, got.gradients, strict=True)
     difference = math.hypot(*(relative_error(one, other, 1.0) for one, other in gradients))
     size = math.hypot(*map(norm_of, want.gradients))
-    buffers = (
-        relative_error(value, got.state.buffers[name]) for name, value in want.state.buffers.items()
-    )
+    buffers = (relative_error(value, got.buffers[name]) for name, value in want.buffers.items())
     errors = (
         difference / (size or 1.0),
         relative_error(want.loss, got.loss),
         max(buffers, default=0.0),
     )
     limits = [_ROUNDING.get(p.dtype, _ROUNDING[torch.float32]) for p in spec.parameters]
-    rounding = max(limits, default=_ROUNDING[torch.float32])
-    is_exact = max(errors) <= rounding
+    is_exact = max(errors) <= max(limits, default=_ROUNDING[torch.float32])
     return Check(strategy, *errors, is_exact=is_exact, has_fixed_numbers=is_fixed)

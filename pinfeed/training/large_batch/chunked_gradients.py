@@ -13,15 +13,8 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.batches import (
-    Chunk,
-    Chunks,
-    check_output_rows,
-    concatenate,
-    is_differentiable,
-    n_samples,
-    slice_samples,
-)
+from pinfeed.training.large_batch import batches
+from pinfeed.training.large_batch.batches import Chunk, Chunks
 from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
@@ -66,9 +59,7 @@ class GradientAccumulator:
         Returns:
             The loss of the whole batch, a tensor of shape ().
         """
-        if self._spec.reduction != "mean":
-            return self._add_up(chunks, 1.0)
-        if total is not None:
+        if self._spec.reduction != "mean" or total is not None:
             return self._add_up(chunks, total or 1.0)
         # Gradients have the magnitude of a mean from the first chunk on, so that clipping and
         # overflow happen as in the plain step.
@@ -117,17 +108,17 @@ class GradientAccumulator:
                 self._spec.scale(loss).backward(inputs=wanted)
             return loss.detach()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or n_samples(chunk.inputs) == 1:
+            if not is_out_of_memory(error) or batches.n_samples(chunk.inputs) == 1:
                 raise
         release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1
         candidates = self._parameters if wanted is None else wanted
         missing = [p for p in candidates if p not in self._hook.parameters]
-        n = n_samples(chunk.inputs)
+        n = batches.n_samples(chunk.inputs)
         losses = []
         for start, stop in ((0, n // 2), (n // 2, n)):
-            x, y = slice_samples(chunk[:2], start, stop)
+            x, y = batches.slice_samples(chunk[:2], start, stop)
             half = Chunk(x, y, self._spec.count_terms(x, y))
             losses.append(self._backward(half, total, missing))
         return torch.stack(losses).sum()
@@ -161,10 +152,8 @@ class RecomputedChunks:
             for chunk in source:
                 self._random.append(rng_state.capture())
                 parts.append(self._compute(chunk.inputs))
-                check_output_rows(parts[-1], n_samples(chunk.inputs))
-        if not parts:
-            raise ArgumentError("the batch is empty; expected at least one sample")
-        return concatenate(parts)
+                batches.check_output_rows(parts[-1], batches.n_samples(chunk.inputs))
+        return batches.concatenate(parts)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compute each chunk again, with the same random numbers, and run its backward pass.
@@ -182,7 +171,7 @@ class RecomputedChunks:
             for chunk, state in zip(source, self._random, strict=True):
                 rng_state.restore(state)
                 outputs = self._compute(chunk.inputs)
-                stop = start + n_samples(chunk.inputs)
+                stop = start + batches.n_samples(chunk.inputs)
                 _backward_rows(outputs, gradients, start, stop)
                 start = stop
 
@@ -204,7 +193,8 @@ def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any
     recomputed = RecomputedChunks(chunks, spec.outputs, spec.modules)
     leaves, rebuild = flatten(recomputed.outputs())
     held = [
-        leaf.detach().requires_grad_() if is_differentiable(leaf) else leaf for _, leaf in leaves
+        leaf.detach().requires_grad_() if batches.is_differentiable(leaf) else leaf
+        for _, leaf in leaves
     ]
     with spec.context():
         loss = spec.loss(rebuild(iter(held)), targets)
@@ -220,7 +210,7 @@ def _backward_rows(
     pairs = [
         (leaf, whole[start:stop].to(leaf.device))
         for (_, leaf), whole in zip(flatten(outputs)[0], gradients, strict=True)
-        if whole is not None and is_differentiable(leaf) and leaf.requires_grad
+        if whole is not None and batches.is_differentiable(leaf) and leaf.requires_grad
     ]
     if pairs:
         torch.autograd.backward([leaf for leaf, _ in pairs], [whole for _, whole in pairs])

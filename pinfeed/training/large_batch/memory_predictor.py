@@ -16,7 +16,7 @@ from pinfeed.memory.units import human
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import sample_spec_of
 from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.step_spec import batch_norms
+from pinfeed.training.large_batch.step_spec import batch_norms, device_of
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import map_tensors
@@ -30,22 +30,50 @@ class MemoryPredictor:
     """Predicts the device memory of each strategy for one model and one shape of samples.
 
     Args:
-        estimator: Estimates steps of the model.
-        limit: Limit of device memory, in bytes; of host memory if training is on the CPU.
-        host_limit: Limit of host memory, in bytes.
+        model: The model, on its device.
+        config: Memory limits.
+        inputs: A batch whose samples have the shape.
+        targets: Its targets, or None.
+        loss: The loss; None for the default of ``estimate``.
+        optimizer: The optimizer; None for that of ``config``, or the default of ``estimate``.
+        autocast: Dtype of autocast, or None.
     """
 
-    def __init__(self, estimator: StepEstimator, limit: int, host_limit: int) -> None:
-        self._estimator = estimator
-        self.limit = limit
-        self._host_limit = host_limit
-        target_nbytes = () if estimator.targets is None else estimator.targets.nbytes
-        self._ahead_nbytes = _N_AHEAD * (sum(estimator.inputs.nbytes) + sum(target_nbytes))
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MemoryLimits,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        loss: Any = None,
+        optimizer: Any = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        device = device_of(model)
+        # The estimate includes the model, so the memory that the model takes counts as free.
+        model_bytes = bytes_on_device(model, device)
+        is_gpu = device.type == "cuda"
+        limit = config.gpu_memory_limit
+        self._host_limit = config.host_limit(free_host_bytes() + (0 if is_gpu else model_bytes))
+        if is_gpu and limit is None:
+            limit = config.device_limit(resolve(device, n_spare=0).free_bytes() + model_bytes)
+        self._estimator = StepEstimator(
+            model,
+            sample_spec_of(inputs),
+            None if targets is None else sample_spec_of(targets),
+            loss=loss,
+            optimizer=optimizer or getattr(config, "optimizer", None),
+            device="cpu" if limit is None else "cuda",
+            autocast=autocast,
+        )
+        self.limit = self._host_limit if limit is None else limit
+        specs = [one for one in (self._estimator.inputs, self._estimator.targets) if one]
+        self._ahead_nbytes = _N_AHEAD * sum(sum(one.nbytes) for one in specs)
         self.why_not = ""
         """Reason why the last prediction was not possible."""
-        model = estimator.model
         # Normalization needs two samples, because a single one has no variance.
-        self._least = 2 if isinstance(model, nn.Module) and batch_norms(model) else 1
+        self._least = 2 if batch_norms(model) else 1
 
     def chunk_size(self, strategy: str, n: int | None) -> int:
         """Return the largest chunk of a batch of ``n`` that fits together with gradients.
@@ -63,7 +91,9 @@ class MemoryPredictor:
 
         found = largest_that_fits(need, self.limit, n)
         if not found:
-            error, name = self._not_enough()
+            is_gpu = self._estimator.device == "cuda"
+            error = NotEnoughGPUMemory if is_gpu else NotEnoughCPUMemory
+            name = "gpu_memory_limit" if is_gpu else "cpu_memory_limit"
             raise error(
                 f"chunks of one sample need {human(need(1))} ({need(1)} bytes); {name} is "
                 f"{human(self.limit)} ({self.limit} bytes); raise {name}"
@@ -100,48 +130,6 @@ class MemoryPredictor:
         """Return whether the activations of ``n`` samples can leave a GPU for host memory."""
         activations = self._estimator.at(n).breakdown["activations"]
         return self._estimator.device == "cuda" and activations <= self._host_limit
-
-    def _not_enough(self) -> tuple[type[NotEnoughGPUMemory] | type[NotEnoughCPUMemory], str]:
-        """Return the error for the device, and the name of its limit."""
-        if self._estimator.device == "cuda":
-            return NotEnoughGPUMemory, "gpu_memory_limit"
-        return NotEnoughCPUMemory, "cpu_memory_limit"
-
-
-def memory_predictor_for(
-    model: nn.Module,
-    config: MemoryLimits,
-    device: torch.device,
-    inputs: Any,
-    targets: Any = None,
-    *,
-    loss: Any = None,
-    optimizer: Any = None,
-    autocast: torch.dtype | None = None,
-) -> MemoryPredictor:
-    """Return a predictor for batches like this one, under the limits of ``config``.
-
-    Without a loss or an optimizer, the defaults of ``estimate`` are used.
-    """
-    # The estimate includes the model, so the memory that the model takes already counts as free.
-    model_bytes = bytes_on_device(model, device)
-    is_gpu = device.type == "cuda"
-    limit = config.gpu_memory_limit
-    host_limit = config.host_limit(free_host_bytes() + (0 if is_gpu else model_bytes))
-    if is_gpu and limit is None:
-        limit = config.device_limit(resolve(device, n_spare=0).free_bytes() + model_bytes)
-    if optimizer is None:
-        optimizer = getattr(config, "optimizer", None)
-    estimator = StepEstimator(
-        model,
-        sample_spec_of(inputs),
-        None if targets is None else sample_spec_of(targets),
-        loss=loss,
-        optimizer=optimizer,
-        device="cuda" if limit is not None else "cpu",
-        autocast=autocast,
-    )
-    return MemoryPredictor(estimator, host_limit if limit is None else limit, host_limit)
 
 
 def _accumulate_step(run: StepRun, batch_size: int) -> Any:

@@ -7,10 +7,13 @@ numbers gets fixed ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,36 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
+from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 
 _SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
-class ModelState(NamedTuple):
-    """Copies of the buffers and of the attributes of modules, by name."""
-
-    buffers: dict[str, Any]
-    attributes: dict[str, Any]
-
-    def pairs(self, other: ModelState) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the name of each buffer and attribute with its values in both states.
-
-        Tensor attributes whose shapes differ are left out, because they follow the last batch.
-        """
-        for name in {**self.buffers, **other.buffers}:
-            yield name, self.buffers.get(name), other.buffers.get(name)
-        for name in {**self.attributes, **other.attributes}:
-            one = self.attributes.get(name)
-            another = other.attributes.get(name)
-            # An attribute without a shape is no tensor.
-            shapes = getattr(one, "shape", None), getattr(another, "shape", None)
-            if None in shapes or shapes[0] == shapes[1]:
-                yield name, one, another
+State = dict[str, Any]
+"""Copies of buffers or of attributes of modules, by name."""
 
 
 @contextlib.contextmanager
-def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], ModelState]]:
+def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[State, State]]]:
     """Let modules change copies of their state, and restore the originals at the end.
 
     Lists, dicts and other objects that a module keeps are not copied.
@@ -56,36 +42,35 @@ def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Model
         modules: Root modules, whose children are included.
 
     Yields:
-        A function that returns the current state.
+        A function that returns the current buffers and attributes.
     """
     every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
-    originals = [
-        (one, dict(one._buffers), _attributes(one), _generators(one)) for _, one in every.values()
-    ]
-    for module, buffers, attributes, _ in originals:
+    originals = [(one, dict(one._buffers), dict(vars(one))) for _, one in every.values()]
+    objects = [value for _, one in every.values() for value in vars(one).values()]
+    generators = [(one, one.get_state()) for one in objects if isinstance(one, torch.Generator)]
+    for module, buffers, _ in originals:
         module._buffers.update(_copies(buffers))
-        module.__dict__.update(_copies(attributes))
+        vars(module).update(_copies(_attributes(module)))
 
-    def state() -> ModelState:
-        found = ModelState({}, {})
+    def state() -> tuple[State, State]:
+        buffers: State = {}
+        attributes: State = {}
         for name, module in every.values():
             prefix = f"{name}." if name else ""
-            found.buffers.update(_copies(module._buffers, prefix))
-            found.attributes.update(_copies(_attributes(module), prefix))
-        return found
+            buffers |= _copies(module._buffers, prefix)
+            attributes |= _copies(_attributes(module), prefix)
+        return buffers, attributes
 
     try:
         yield state
     finally:
-        for module, buffers, attributes, generators in originals:
-            module._buffers.update(buffers)
-            module.__dict__.update(attributes)
-            for key in module._buffers.keys() - buffers.keys():
-                del module._buffers[key]
-            for key in _attributes(module).keys() - attributes.keys():
-                del module.__dict__[key]
-            for generator, before in generators:
-                generator.set_state(before)
+        for module, buffers, attributes in originals:
+            for owned, before in ((module._buffers, buffers), (vars(module), attributes)):
+                owned.update(before)
+                for key in owned.keys() - before.keys():
+                    del owned[key]
+        for generator, numbers in generators:
+            generator.set_state(numbers)
 
 
 @contextlib.contextmanager
@@ -104,26 +89,40 @@ def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], 
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
     }
     every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
-    named = [pair for key, pair in every.items() if key not in renormalized]
-    originals = [p.data for _, p in named]
-    generator = torch.Generator().manual_seed(0)
-    perturbed = []
-    for _, p in named:
-        scale = 1 + 0.01 * float(torch.rand((), generator=generator))
-        perturbed.append(p.data * scale if p.is_floating_point() else p.data.clone())
-        p.data = perturbed[-1].clone()
+    originals = [(name, p, p.data) for key, (name, p) in every.items() if key not in renormalized]
 
-    def name_of_written() -> str:
-        for (name, p), other in zip(named, perturbed, strict=True):
-            if not torch.equal(p.data, other):
-                return name
-        return ""
+    def perturbed(i: int) -> torch.Tensor:
+        data = originals[i][2]
+        scale = 1 + 0.01 * random.Random(i).random()
+        return data * scale if data.is_floating_point() else data.clone()
 
+    for i, (_, p, _) in enumerate(originals):
+        p.data = perturbed(i)
     try:
-        yield name_of_written
+        yield lambda: next(
+            (name for i, (name, p, _) in enumerate(originals) if not p.data.equal(perturbed(i))), ""
+        )
     finally:
-        for (_, p), original in zip(named, originals, strict=True):
-            p.data = original
+        for _, p, data in originals:
+            p.data = data
+
+
+@contextlib.contextmanager
+def in_float64(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let modules compute in float64, and restore their parameters and state at the end.
+
+    The modules themselves are changed, not copies, because a loss may refer to them.
+    """
+    parameters = [p for module in modules for p in module.parameters()]
+    originals = [p.data for p in parameters]
+    with gradients_set_aside(parameters), state_on_copies(modules):
+        try:
+            for module in modules:
+                module.double()
+            yield
+        finally:
+            for p, data in zip(parameters, originals, strict=True):
+                p.data = data
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -137,67 +136,81 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _copies(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _copies(values: Mapping[str, Any], prefix: str = "") -> State:
     return {
         f"{prefix}{key}": value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in values.items()
     }
 
 
-def _generators(module: nn.Module) -> list[tuple[torch.Generator, torch.Tensor]]:
-    found = [value for value in module.__dict__.values() if isinstance(value, torch.Generator)]
-    return [(generator, generator.get_state()) for generator in found]
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """Loss, gradients of the parameters, and state of the model after a step."""
+    """Loss and gradients of a step, and state of the model after it.
+
+    Attributes:
+        loss: The loss, without a graph.
+        gradients: Gradient of each parameter.
+        buffers: Buffers of the modules, by name.
+        attributes: Attributes of the modules that are tensors or simple values, by name.
+        drawn: Names of the random generators that the step has used, such as ``"torch"``.
+    """
 
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
-    state: ModelState
+    buffers: State
+    attributes: State
+    drawn: set[str]
+
+    def differing_state(self, other: StepResult) -> str:
+        """Return the name of a buffer or an attribute that is not equal bit for bit; else "".
+
+        The same computation gives the same bits; a state that was updated more often differs.
+        """
+        for one, another in ((self.buffers, other.buffers), (self.attributes, other.attributes)):
+            for name in one | another:
+                values = one.get(name), another.get(name)
+                shapes = {value.shape for value in values if isinstance(value, torch.Tensor)}
+                # An attribute of another shape follows the last batch.
+                follows = one is self.attributes and len(shapes) > 1
+                if not follows and relative_error(*values) > 0:
+                    return name
+        return ""
 
 
-def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
-    """Run a step that leaves the gradients and the state of the model unchanged.
+def run_step(
+    spec: StepSpec, compute: Callable[[], torch.Tensor], random_state: dict[str, Any]
+) -> StepResult:
+    """Run a step that leaves gradients, state and random generators unchanged.
 
     Args:
         spec: The model and the loss.
         compute: Computes the gradients, and returns the loss.
+        random_state: State of the random generators at the beginning of the step.
     """
     parameters = spec.parameters
-    with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
+    with (
+        rng_state.replayed(random_state),
+        gradients_set_aside(parameters),
+        state_on_copies(spec.modules) as state,
+    ):
         loss = compute()
-        return StepResult(loss, [p.grad for p in parameters], state())
+        gradients = [p.grad for p in parameters]
+        return StepResult(loss, gradients, *state(), _drawn_since(random_state))
 
 
-def has_drawn(before: dict[str, Any]) -> bool:
-    """Return whether random numbers were drawn from torch since the generators had a state.
-
-    Raises:
-        ArgumentError: If random numbers were drawn from another library.
-    """
-    now = rng_state.capture()
-    for name in ("numpy", "python"):
-        if str(now[name]) != str(before[name]):
-            raise ArgumentError(
-                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
-                "comparison"
-            )
-    states = zip(
-        [now["torch"], *now.get("cuda", [])],
-        [before["torch"], *before.get("cuda", [])],
-        strict=False,
-    )
-    return any(not torch.equal(one, other) for one, other in states)
+def _drawn_since(before: dict[str, Any]) -> set[str]:
+    """Return which generators have drawn numbers: ``"torch"``, ``"cuda"``, ``"numpy"``, ..."""
+    pairs = zip(flatten(rng_state.capture())[0], flatten(before)[0], strict=False)
+    return {path.split("'")[1] for (path, now), (_, then) in pairs if relative_error(now, then) > 0}
 
 
 def norm_of(tensor: torch.Tensor | None) -> float:
     """Return the Euclidean norm, computed in float64; the tensor may be sparse."""
     if tensor is None or not tensor.numel():
         return 0.0
-    values = values_of(tensor)
-    return float(torch.linalg.vector_norm(values, dtype=_double_dtype(values)))
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def relative_error(one: Any, other: Any, size: float | None = None) -> float:
@@ -211,7 +224,10 @@ def relative_error(one: Any, other: Any, size: float | None = None) -> float:
     if other is None and isinstance(one, torch.Tensor):
         other = torch.zeros_like(one)
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return 0.0 if one is other or _is_equal(one, other) else math.inf
+        # Some objects, such as arrays, do not compare to a bool.
+        with contextlib.suppress(Exception):
+            return 0.0 if one is other or one == other else math.inf
+        return math.inf
     if one.shape != other.shape:
         return math.inf
     if not one.dtype.is_floating_point and not one.dtype.is_complex:
@@ -221,35 +237,40 @@ def relative_error(one: Any, other: Any, size: float | None = None) -> float:
     if size is None:
         size = max(norm_of(one), norm_of(other))
     if not math.isfinite(difference + size) and one.layout is torch.strided:
-        a = one.to(_double_dtype(one))
-        b = other.to(_double_dtype(one))
-        is_same = (a == b) | (a.isnan() & b.isnan())
-        is_ignored = is_same & ~a.isfinite()
-        difference = norm_of(torch.where(is_same, 0, a - b))
-        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (a, b))
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        is_ignored = is_same & ~one.isfinite()
+        difference = norm_of(torch.where(is_same, 0, one - other))
+        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (one, other))
     error = difference / (size or 1.0)
     return math.inf if math.isnan(error) else error
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor that may be sparse."""
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+_RANGE_ENDS = (0.98, 0.02)
+"""Positions of fixed random numbers; one near each end takes both sides of most branches."""
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:
-        # Some objects, such as arrays, do not compare to a bool.
-        return False
+def number_contexts(drawn: set[str]) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return the contexts in which a batch and its chunks compute with the same random numbers.
+
+    Args:
+        drawn: Names of the random generators that a step of the whole batch uses.
+
+    Raises:
+        ArgumentError: If their numbers cannot be fixed.
+    """
+    for name in ("numpy", "python"):
+        if name in drawn:
+            raise ArgumentError(
+                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
+                "comparison"
+            )
+    if not drawn:
+        return [contextlib.nullcontext]
+    return [functools.partial(FixedRandomness, at) for at in _RANGE_ENDS]
 
 
-def _double_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
-_DROPOUT_THAT_KEEPS_ALL = {"native_dropout": ("p", 0.0), "_fused_dropout": ("p", 1.0)}
-"""Operations that compute dropout in one kernel, and the argument that keeps every number."""
+_KEEPING_ALL = {"native_dropout": {"p": 0.0}, "_fused_dropout": {"p": 1.0}}
+"""Arguments with which operations of dropout keep every number."""
 
 
 class FixedRandomness(TorchDispatchMode):
@@ -274,56 +295,34 @@ class FixedRandomness(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
-        given = _arguments_of(func, args, kwargs)
-        if name in _DROPOUT_THAT_KEEPS_ALL:
-            return func(**given | dict([_DROPOUT_THAT_KEEPS_ALL[name]]))
-        if "dropout_p" in given:
-            return func(**given | {"dropout_p": 0.0})
-        if name in ("bernoulli", "bernoulli_"):
-            drawn = func(*args, **kwargs)
-            # A single number decides a branch; several numbers are a mask.
-            return drawn.fill_(1.0 if drawn.numel() > 1 else round(self._at))
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if name in _KEEPING_ALL or "dropout_p" in names:
+            return func(**given | _KEEPING_ALL.get(name, {"dropout_p": 0.0}))
+        low, high = _range_of(name, given)
+        drawn = func(*args, **kwargs)
         if name == "randperm":
             # A permutation that moves samples reveals whether samples depend on each other.
-            drawn = func(*args, **kwargs)
             return drawn.copy_(torch.arange(len(drawn)).flip(0))
-        number = self._number(name, given)
-        if number is None:
-            raise ArgumentError(
-                f"{func} draws random numbers, which cannot be fixed for a comparison"
-            )
-        return _descending(func(*args, **kwargs).fill_(number))
-
-    def _number(self, name: str, given: dict[str, Any]) -> float | None:
-        """Return the number that an operation draws everywhere; None if it is unknown."""
-        if name in ("rand", "rand_like", "uniform_"):
-            low = given.get("from", 0.0)
-            return float(low + self._at * (given.get("to", 1.0) - low))
-        if name in ("randn", "randn_like", "normal_"):
-            return float(given.get("mean", 0.0) + (4 * self._at - 2) * given.get("std", 1.0))
-        if name in ("randint", "randint_like"):
-            low = given.get("low", 0)
-            return int(low + int(self._at * (given["high"] - low)))
-        return None
+        if name in ("bernoulli", "bernoulli_"):
+            # A single number decides a branch; several numbers are a mask.
+            return drawn.fill_(1.0 if drawn.numel() > 1 else round(self._at))
+        drawn.fill_(low + self._at * (high - low))
+        if drawn.is_floating_point() and drawn.ndim == 1 and len(drawn) > 1:
+            # A model may sort a vector to shuffle samples. Descending numbers move the samples.
+            drawn -= 1e-3 * torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
+        return drawn
 
 
-def _descending(drawn: torch.Tensor) -> torch.Tensor:
-    """Make a vector of equal numbers descend slightly.
-
-    A model may sort such a vector to shuffle samples. With descending numbers, the sort moves the
-    samples.
-    """
-    if drawn.is_floating_point() and drawn.ndim == 1 and len(drawn) > 1:
-        drawn -= 1e-3 * torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
-    return drawn
-
-
-def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of an operation by name, with the defaults of omitted ones."""
-    given = dict(kwargs)
-    for i, argument in enumerate(func._schema.arguments):
-        if i < len(args):
-            given[argument.name] = args[i]
-        elif argument.name not in given and argument.has_default_value():
-            given[argument.name] = argument.default_value
-    return given
+def _range_of(name: str, given: dict[str, Any]) -> tuple[float, float]:
+    """Return the range of the numbers that an operation draws, for arguments by name."""
+    if name in ("rand", "rand_like", "uniform_"):
+        return given.get("from", 0.0), given.get("to", 1.0)
+    if name in ("randn", "randn_like", "normal_"):
+        mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+        return mean - 2 * std, mean + 2 * std
+    if name in ("randint", "randint_like"):
+        return given.get("low", 0), given["high"]
+    if name in ("randperm", "bernoulli", "bernoulli_"):
+        return 0.0, 1.0
+    raise ArgumentError(f"{name} draws random numbers, which cannot be fixed for a comparison")

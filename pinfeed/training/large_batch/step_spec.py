@@ -26,24 +26,17 @@ Count = Callable[[Any], Any]
 _IGNORED = -100
 """Target that torch's losses and language model losses leave out by default."""
 _CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
-_ELEMENT_LOSSES = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.PoissonNLLLoss,
-    nn.KLDivLoss,
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.kl_div,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.poisson_nll_loss,
-)
+_ELEMENT_LOSSES: dict[Any, Any] = {
+    nn.MSELoss: functional.mse_loss,
+    nn.L1Loss: functional.l1_loss,
+    nn.SmoothL1Loss: functional.smooth_l1_loss,
+    nn.HuberLoss: functional.huber_loss,
+    nn.BCELoss: functional.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
+    nn.PoissonNLLLoss: functional.poisson_nll_loss,
+    nn.KLDivLoss: functional.kl_div,
+}
+"""Losses that compare numbers one by one: module and function."""
 
 
 def reduction_of(loss: Any) -> Reduction | None:
@@ -77,7 +70,7 @@ def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
     if targets is not None:
         return
     known, _ = _without_partial(loss)
-    is_listed = known in (*_CLASS_LOSSES, *_ELEMENT_LOSSES)
+    is_listed = known in (*_CLASS_LOSSES, *_ELEMENT_LOSSES.values())
     if not is_listed and type(known).__module__ != nn.modules.loss.__name__:
         return
     name = getattr(known, "__name__", type(known).__name__)
@@ -100,8 +93,9 @@ def count_of(loss: Any) -> Count:
     ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
     has_classes = known in _CLASS_LOSSES or isinstance(known, _CLASS_LOSSES[:2])
     reduction = getattr(known, "reduction", None) or _reduction_among(options)
-    is_listed = known in _ELEMENT_LOSSES or type(known) in _ELEMENT_LOSSES
+    is_listed = known in _ELEMENT_LOSSES.values() or type(known) in _ELEMENT_LOSSES
     has_elements = reduction == "mean" and is_listed
+    is_unknown = reduction_of(loss) is None
     weight = options.get("weight", getattr(known, "weight", None)) if has_classes else None
 
     def count(targets: Any) -> Any:
@@ -112,8 +106,10 @@ def count_of(loss: Any) -> Count:
         if has_elements:
             return first.numel()
         # torch's other losses, neither of classes nor of elements, count samples.
-        may_have_classes = has_classes or reduction_of(loss) is None
-        if not may_have_classes or not _are_classes(first, has_classes):
+        are_classes = is_unknown and first.dtype is torch.int64
+        if has_classes:
+            are_classes = not first.is_floating_point()
+        if not are_classes:
             return n_samples(targets)
         is_counted = first != ignored
         if weight is None:
@@ -122,11 +118,6 @@ def count_of(loss: Any) -> Count:
         return (weights * is_counted).sum()
 
     return count
-
-
-def _are_classes(targets: torch.Tensor, has_classes: bool) -> bool:
-    """Return whether targets are class indices: any integers, or int64 if the loss is unknown."""
-    return not targets.is_floating_point() if has_classes else targets.dtype is torch.int64
 
 
 def _without_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
@@ -158,13 +149,16 @@ class StepSpec:
     context: Callable[[], AbstractContextManager[Any]]
     scale: Callable[[torch.Tensor], torch.Tensor]
 
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return device_of(self.model)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that require gradients, each once."""
-        found: dict[int, nn.Parameter] = {}
-        for module in self.modules:
-            found.update((id(p), p) for p in module.parameters() if p.requires_grad)
-        return list(found.values())
+        every = {id(p): p for module in self.modules for p in module.parameters()}
+        return [p for p in every.values() if p.requires_grad]
 
     @property
     def training_modes(self) -> tuple[bool, ...]:
@@ -217,6 +211,11 @@ def gradient_transaction(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     for p, gradient in zip(parameters, computed, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the parameters of a model; the CPU if it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def batch_norms(model: nn.Module) -> list[str]:

@@ -7,28 +7,18 @@ samples.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.batches import (
-    n_samples,
-    sample_shapes_and_dtypes,
-    select_samples,
-)
+from pinfeed.training.large_batch.batches import n_samples, sample_shapes_and_dtypes, select_samples
 from pinfeed.training.large_batch.chunked_gradients import AccumulationHook
-from pinfeed.training.large_batch.step_comparison import (
-    PLAIN_FAILS,
-    Samples,
-    StepComparison,
-)
-from pinfeed.training.large_batch.step_spec import StepSpec
+from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
+from pinfeed.training.large_batch.step_result import in_float64
+from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
@@ -46,12 +36,10 @@ class Verifier:
 
     Args:
         is_on: Whether to compare at all; False for ``verify=False``.
-        has_autocast: Whether the step runs with autocast.
     """
 
-    def __init__(self, is_on: bool, *, has_autocast: bool = False) -> None:
+    def __init__(self, is_on: bool) -> None:
         self.is_on = is_on
-        self._has_autocast = has_autocast
         self._problems: dict[Any, str] = {}
         self._drawing_modes: set[tuple[bool, ...]] = set()
 
@@ -90,7 +78,9 @@ class Verifier:
             if is_mean and not spec.count_terms(inputs, targets):
                 # Every target is ignored, so the comparison waits for another batch.
                 return ""
-            self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
+            # A loss may use parameters of the model, whose gradients belong to the user.
+            with gradients_set_aside(spec.parameters):
+                self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
         return self._problems[key]
 
     def _problem_on(self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> str:
@@ -117,16 +107,16 @@ class Verifier:
             return f"the hooks of the parameter {name!r} {runs}"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
             return "the model has uninitialized parameters; run one forward pass before"
-        device = next((p.device for p in spec.parameters), torch.device("cpu"))
 
         def samples(most: int) -> Samples:
             rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
-            found: Samples = to_device(select_samples((inputs, targets), rows), device)
+            found: Samples = to_device(select_samples((inputs, targets), rows), spec.device)
             return found
 
-        is_in_autocast = self._has_autocast or torch.is_autocast_enabled(device.type)
-        without_autocast = torch.autocast(device.type, enabled=False)
-        with rng_state.replayed(rng_state.capture()), _full_precision(device), without_autocast:
+        kind = spec.device.type
+        with spec.context():
+            is_in_autocast = torch.is_autocast_enabled(kind)
+        with _full_precision(kind), torch.autocast(kind, enabled=False):
             problem, has_drawn = _find_difference(spec, strategy, samples, n, is_in_autocast)
         if has_drawn:
             self._drawing_modes.add(spec.training_modes)
@@ -145,19 +135,19 @@ def _find_difference(
         draws random numbers.
     """
     own = StepComparison(spec, strategy, samples, n)
-    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
     problem = ""
-    if not is_narrow:
+    if not any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters):
         problem, error = own.difference()
         needs_autocast = is_in_autocast and problem.startswith(PLAIN_FAILS)
         if not problem or (error > _MAY_BE_ROUNDING and not needs_autocast):
             return problem, own.has_drawn
-    try:
-        wide = StepComparison(_spec_in_float64(spec), strategy, _in_float64(samples), n)
-        return wide.difference()[0], wide.has_drawn
-    except Exception:
-        # A model that cannot be copied is compared in its own dtype.
-        return own.difference()[0] if is_narrow else problem, own.has_drawn
+    with contextlib.suppress(Exception), in_float64(spec.modules):
+        wide = StepComparison(spec, strategy, _in_float64(samples), n)
+        problem = wide.difference()[0]
+        if not problem.startswith(PLAIN_FAILS) and (wide.has_loss or not own.has_loss):
+            return problem, wide.has_drawn
+    # The step fails in float64, so its own dtype decides, unless the rounding hides differences.
+    return own.difference()[0] or problem, own.has_drawn
 
 
 def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
@@ -171,49 +161,34 @@ def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
     Returns:
         Distinct row indices, shape (n,), int64, on the CPU.
     """
-    chosen: dict[int, None] = {}
-    for score in _scores(inputs, targets):
-        chosen.setdefault(int(score.argmax()))
-        chosen.setdefault(int(score.argmin()))
+    scores = [score for rows in _dense_rows(targets) for score in _target_scores(rows)]
+    # Zeros pad token ids and masks, so the number of other values follows the length.
+    scores += [(x != 0).sum(1) for x in _dense_rows(inputs) if not x.is_floating_point()]
+    chosen = [int(row) for score in scores for row in (score.argmax(), score.argmin())]
     spread = torch.linspace(0, n_samples(inputs) - 1, n).round().long().tolist()
-    candidates = dict.fromkeys([*list(chosen)[:n], *spread, *range(n)])
+    candidates = dict.fromkeys([*list(dict.fromkeys(chosen))[:n], *spread, *range(n)])
     # The samples keep their order, because a model may need them sorted by length.
     return torch.tensor(sorted(list(candidates)[:n]))
 
 
-def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
-    """Yield scores of shape (samples,) that distinguish samples, the most distinctive first."""
-    for rows in _dense_rows(targets):
-        if not rows.is_floating_point():
-            # Losses leave out negative targets, such as -100.
-            yield (rows < 0).sum(1)
-            _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
-            yield -counts[inverse].reshape(rows.shape).amin(1)
-        yield rows.double().mean(1)
-    for rows in _dense_rows(inputs):
-        if not rows.is_floating_point():
-            # Zeros pad token ids and masks, so the number of other values follows the length.
-            yield (rows != 0).sum(1)
+def _target_scores(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield scores of shape (samples,) that distinguish targets, the most distinctive first."""
+    if not rows.is_floating_point():
+        # Losses leave out negative targets, such as -100.
+        yield (rows < 0).sum(1)
+        _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
+        yield -counts[inverse].reshape(rows.shape).amin(1)
+    yield rows.double().mean(1)
 
 
 def _dense_rows(batch: Any) -> Iterator[torch.Tensor]:
     """Yield each real tensor of a batch with shape (samples, numbers)."""
     for _, leaf in flatten(batch)[0]:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            continue
-        if leaf.ndim and leaf.numel() and not leaf.is_complex():
+        is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if is_dense and leaf.ndim and leaf.numel() and not leaf.is_complex():
             rows = leaf.detach().reshape(len(leaf), -1)
             # Long rows are sampled at intervals, which bounds time and memory.
             yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]
-
-
-def _spec_in_float64(spec: StepSpec) -> StepSpec:
-    """Return the spec with copies of its modules in float64."""
-    modules = [module.double() for module in copy.deepcopy(list(spec.modules))]
-    loss = spec.loss
-    if isinstance(loss, nn.Module):
-        loss = modules[list(spec.modules).index(loss)]
-    return replace(spec, model=modules[0], modules=modules, loss=loss)
 
 
 def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
@@ -226,13 +201,13 @@ def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
 
 
 @contextlib.contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
+def _full_precision(device_type: str) -> Iterator[None]:
     """Compute in float32 without TF32, because TF32's rounding depends on the batch size."""
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = []
     # If the program has used newer settings, torch refuses these, and the newer ones stay.
     with contextlib.suppress(RuntimeError):
-        for setting in settings if device.type == "cuda" else ():
+        for setting in settings if device_type == "cuda" else ():
             before.append((setting, setting.allow_tf32))
             setting.allow_tf32 = False
     try:

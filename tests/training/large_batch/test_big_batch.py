@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import BigBatch, Config, Feeder, MiB, errors
-from pinfeed.training.large_batch.strategy_selector import STRATEGIES
+from pinfeed.training.large_batch.strategy_choice import STRATEGIES
 
 WHOLE = [strategy for strategy in STRATEGIES if strategy not in ("accumulate", "two_pass")]
 
@@ -235,6 +235,21 @@ def test_a_loss_with_parameters_of_its_own() -> None:
         with BigBatch(model, own, chunk_size=4, strategy=strategy, reduction="mean") as big:
             big.backward(X, IGNORED)
         torch.testing.assert_close(gradients(own), gradients(loss), rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_with_parameters_of_the_model() -> None:
+    model = mlp()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets) + model[0].weight.square().sum()
+
+    loss(model(X), Y).backward()
+    want = gradients(model)
+    for strategy in STRATEGIES:
+        model.zero_grad()
+        with BigBatch(model, loss, chunk_size=4, strategy=strategy, reduction="mean") as big:
+            big.backward(X, Y)
+        torch.testing.assert_close(gradients(model), want, rtol=1e-4, atol=1e-6)
 
 
 def test_a_scaler_and_autocast() -> None:

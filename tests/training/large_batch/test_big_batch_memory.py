@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pinfeed import BigBatch
-from pinfeed.training.large_batch.strategy_selector import STRATEGIES
+from pinfeed.training.large_batch.strategy_choice import STRATEGIES
 
 
 class Failing(torch.autograd.Function):

@@ -1,0 +1,174 @@
+"""StrategyChoice: the strategy for a batch, and the rules that choose it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+from pinfeed.errors import ArgumentError
+from pinfeed.memory.units import human
+from pinfeed.training.large_batch.batches import n_samples
+from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
+from pinfeed.training.large_batch.recompute import can_be_recomputed
+from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
+from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.verifier import Verifier
+
+Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
+STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
+CHUNK_STRATEGIES: tuple[Strategy, ...] = ("accumulate", "two_pass")
+"""Strategies that compute a batch in chunks, the fastest first."""
+DIFFERS = "does not give the gradients of the plain step"
+"""Description of a strategy that is not right."""
+SIZE_IS_UNKNOWN = (
+    "the size of chunks is unknown without chunk_size and config; give chunk_size= or config="
+)
+
+
+@dataclass(frozen=True, repr=False)
+class StrategyChoice:
+    """Strategy that a BigBatch has chosen for a batch; ``str(chosen)`` says why.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> with pinfeed.BigBatch(model, torch.nn.MSELoss(), chunk_size=64) as big_batch:
+        ...     loss = big_batch.backward(torch.randn(512, 8), torch.randn(512, 1))
+        ...     chosen = big_batch.chosen
+        >>> chosen.strategy, chosen.chunk_size
+        ('accumulate', 64)
+
+    Attributes:
+        strategy: Name of the strategy.
+        chunk_size: Samples that are computed at a time.
+        why: Reason for the choice, as a sentence.
+        device_bytes: Predicted memory of each strategy that was considered, on the device of the
+            model, in bytes; None if the prediction failed.
+    """
+
+    strategy: Strategy
+    chunk_size: int
+    why: str
+    device_bytes: dict[str, int | None]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        sentence = f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"
+        if not any(self.device_bytes.values()):
+            return sentence
+        rows = [
+            (name, "?" if nbytes is None else human(nbytes))
+            for name, nbytes in self.device_bytes.items()
+        ]
+        return f"{sentence}\n{tabulate(rows, headers=('strategy', 'memory'))}"
+
+
+def is_in_chunks(chosen: StrategyChoice, n: int | None) -> bool:
+    """Return whether a batch of ``n`` samples, None for more than a chunk, is cut into chunks."""
+    return chosen.strategy in CHUNK_STRATEGIES and (n is None or chosen.chunk_size < n)
+
+
+def choose_strategy(
+    spec: StepSpec,
+    batch: tuple[Any, Any],
+    chunk_size: int | None,
+    predictor: MemoryPredictor | None,
+    verifier: Verifier,
+) -> StrategyChoice:
+    """Choose the strategy for a batch, as ``"auto"`` does.
+
+    Args:
+        spec: The model, in the mode in which it is trained, and the loss.
+        batch: Inputs and targets.
+        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        predictor: Predicts the memory of strategies; None if there is no limit.
+        verifier: Compares strategies with the plain step.
+
+    Raises:
+        ArgumentError: If no strategy gives the gradients of the plain step, or there is neither a
+            limit nor a chunk size.
+        NotEnoughGPUMemory: If not even one sample fits.
+    """
+    if predictor is None and chunk_size is None:
+        raise ArgumentError(SIZE_IS_UNKNOWN)
+    n = n_samples(batch[0])
+    device_bytes: dict[str, int | None] = {}
+    problems: dict[str, str] = {}
+
+    def fits(strategy: Strategy, size: int = n) -> bool:
+        """Predict the device memory of a strategy, and return whether it is within the limit."""
+        nbytes = None if predictor is None else predictor.bytes_of(strategy, n, size)
+        device_bytes[strategy] = nbytes
+        return predictor is not None and nbytes is not None and nbytes <= predictor.limit
+
+    def is_right(strategy: Strategy) -> bool:
+        if problem := verifier.problem_of(strategy, spec, *batch):
+            problems[strategy] = problem
+        return not problem
+
+    if (chunk_size is not None and chunk_size >= n) or fits("plain"):
+        return StrategyChoice("plain", n, "the whole batch fits in memory", device_bytes)
+    norms = batch_norms(spec.model)
+    for strategy in CHUNK_STRATEGIES if spec.reduction else CHUNK_STRATEGIES[1:]:
+        if norms:
+            problems[strategy] = f"{norms[0]} normalizes over the batch"
+            continue
+        size = chunk_size
+        if size is None and predictor is not None:
+            size = predictor.chunk_size(strategy, n)
+        assert size is not None
+        if is_right(strategy):
+            # The size may be the user's, so it is used even if it does not fit.
+            fits(strategy, size)
+            why = _why_chunks(strategy, problems)
+            return StrategyChoice(strategy, min(size, n), why, device_bytes)
+    why = f"chunks do not give its gradients ({_described(problems)}) and"
+    if fits("offload") and predictor is not None and predictor.fits_on_host(n):
+        why = f"{why} its activations fit in host memory"
+        return StrategyChoice("offload", n, why, device_bytes)
+    if can_be_recomputed(spec.model) and fits("checkpoint") and is_right("checkpoint"):
+        why = f"{why} the whole batch fits if parts of the model are recomputed"
+        return StrategyChoice("checkpoint", n, why, device_bytes)
+    raise _no_strategy(n, problems)
+
+
+def _why_chunks(strategy: Strategy, problems: Mapping[str, str]) -> str:
+    if problems:
+        problem = problems["accumulate"]
+        return f"accumulate {DIFFERS}: {problem}"
+    if strategy == "accumulate":
+        return "the loss is a sum or mean of terms"
+    return (
+        "the loss is not known to be a sum or mean of terms, so it needs all outputs (give "
+        "reduction= if it is)"
+    )
+
+
+def _no_strategy(n: int, problems: Mapping[str, str]) -> ArgumentError:
+    """Return the error that says why no strategy is possible for ``n`` samples."""
+    if all(one.startswith(PLAIN_FAILS) for one in problems.values()):
+        return ArgumentError(
+            f"{next(iter(problems.values()))}, so no strategy can be compared with it; expected "
+            "inputs and targets with which the step runs without pinfeed; if the step fails only "
+            "with few samples, name a strategy and give verify=False"
+        )
+    return ArgumentError(
+        f"chunks do not give the gradients of {n} samples ({_described(problems)}), and no "
+        "strategy that computes the whole batch is known to fit in memory; give config= with "
+        "larger limits, or strategy='offload' or 'checkpoint'; or change the model (GroupNorm "
+        "instead of BatchNorm, eval() for layers whose state changes, outputs with one row for "
+        "each sample); or, if the difference does not matter, give strategy='accumulate', "
+        "strategy='two_pass' or verify=False"
+    )
+
+
+def _described(problems: Mapping[str, str]) -> str:
+    """Return the problems of strategies as a clause that names each problem once."""
+    names: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        names.setdefault(problem, []).append(name)
+    return "; ".join(f"{', '.join(found)}: {problem}" for problem, found in names.items())
