@@ -19,7 +19,12 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
+from hypothesis import settings
 from support.programs import Programs, served
+
+# An example takes as long as the machine is busy.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 # With this setting, cuBLAS products and cuDNN's recurrent layers add in one order in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

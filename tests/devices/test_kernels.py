@@ -119,7 +119,7 @@ SIZES = st.lists(
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=SIZES,
     offsets=st.lists(st.sampled_from([0, 0, 1, 2, 4, 8]), min_size=10, max_size=10),
@@ -304,7 +304,7 @@ def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=SIZES,
     n_table=st.integers(1, 60),

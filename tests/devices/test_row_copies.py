@@ -115,7 +115,7 @@ needs_compiled = pytest.mark.skipif(bool(native.why_not()), reason=native.why_no
 
 
 @needs_compiled
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(one_copy, max_size=MAX_COPIES + 4), st.sampled_from([1, 3]), st.integers(0, 99))
 def test_rows_are_copied(run: Run, described: list[Any], n_gpu: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

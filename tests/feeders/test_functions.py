@@ -49,7 +49,7 @@ def synchronous(
 # ---- the same batches ----------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     n=st.integers(0, 11),
     count=st.integers(1, 3),

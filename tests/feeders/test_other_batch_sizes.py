@@ -50,7 +50,7 @@ def numbers_of(kind: str, batch: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["rows", "dataset", "readers"])
 @given(data=st.data())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_the_epoch_continues_with_the_next_row(kind: str, data: st.DataObject) -> None:
     order = data.draw(st.sampled_from(ORDERS))
     depth = data.draw(st.sampled_from([0, 2]))
@@ -81,7 +81,7 @@ def test_the_epoch_continues_with_the_next_row(kind: str, data: st.DataObject) -
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_ranks_share_what_is_left(data: st.DataObject) -> None:
     order = data.draw(st.sampled_from(ORDERS))
     is_split = data.draw(st.booleans())

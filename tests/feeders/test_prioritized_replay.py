@@ -77,7 +77,7 @@ class PlainPriorities:
             self.tree.set(number % self.tree.n_rows, priority**self.alpha)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     n_rows=st.one_of(st.integers(1, 40), st.integers(60, 300)),
     sets=st.lists(

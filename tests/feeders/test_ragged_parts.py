@@ -113,7 +113,7 @@ IDS_LENGTHS = np.diff(IDS.offsets)
     layout=st.sampled_from(LAYOUTS[:2]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batches_of_any_rows(
     lengths: list[int], item_shape: Any, dtype: Any, layout: Any, seed: int
 ) -> None:

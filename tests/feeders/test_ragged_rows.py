@@ -334,7 +334,7 @@ def test_the_plan_counts_the_longest_rows() -> None:
     st.sampled_from(LAYOUTS[:2]),
     st.sampled_from([*ORDERS[1:], "per rank", "batches", "elements", "padded elements"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_batch_is_larger_than_planned(
     lengths: list[int], batch_size: int, layout: Any, kind: Any
 ) -> None:

@@ -63,7 +63,7 @@ def compare(
             buffer.add(**step)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n_steps=st.integers(1, 12),
     n_envs=st.integers(1, 3),

@@ -61,7 +61,7 @@ def slow(n: int, size: int, order: Any, seed: int, epoch: int, drop_last: bool) 
     return [default_collate(samples) for samples in cut]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 11),
     size=st.integers(1, 5),
@@ -164,7 +164,7 @@ def outcome(make: Any) -> Any:
         return type(error)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     structure=st.sampled_from(list(STRUCTURES)),
     first=st.sampled_from(list(LEAVES)),

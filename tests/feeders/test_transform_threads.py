@@ -92,7 +92,7 @@ for _kind in ALL_KINDS:
     WANTED[_kind], FIRSTS[_kind] = synchronous(_kind)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(ALL_KINDS),
     order=st.sampled_from([1, 2, 4]).flatmap(lambda n: st.permutations(range(n))),

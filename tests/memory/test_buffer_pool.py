@@ -21,7 +21,6 @@ from pinfeed.memory.pages import PAGE, BufferPool, Bytes, anonymous, block_nbyte
 
 
 # -- sizes -----------------------------------------------------------------------------------------
-@settings(deadline=None)
 @given(nbytes=st.integers(0, 1 << 62))
 def test_a_block_is_whole_pages(nbytes: int) -> None:
     size = block_nbytes(nbytes)
@@ -310,4 +309,4 @@ class Held:
 
 
 TestPool = PoolModel.TestCase
-TestPool.settings = settings(deadline=None, max_examples=60)
+TestPool.settings = settings(max_examples=60)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, GiB, MiB
@@ -150,9 +150,6 @@ def plan_or_none(*args: Any, **kwargs: Any) -> Plan | None:
 
 
 # -- the plan --------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH, preferred=PREFERRED)
 def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(
     load: Load, cpu: int, gpu: int, depth: int, preferred: int | None
@@ -176,7 +173,6 @@ def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(
     assert (plan.cpu_memory_limit, plan.gpu_memory_limit) == (cpu, None if load.unified else gpu)
 
 
-@settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, more=st.integers(0, MiB(64)), depth=DEPTH)
 def test_more_memory_never_gives_a_smaller_batch(
     load: Load, cpu: int, gpu: int, more: int, depth: int
@@ -192,14 +188,12 @@ def test_more_memory_never_gives_a_smaller_batch(
         assert large.batch_size >= small.batch_size
 
 
-@settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
 def test_more_depth_never_gives_a_larger_batch(load: Load, cpu: int, gpu: int, depth: int) -> None:
     deep = plan_or_none(load, cpu, gpu, depth + 1)
     assert deep is None or plan_of(load, cpu, gpu, depth).batch_size >= deep.batch_size
 
 
-@settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
 def test_a_plan_is_the_sum_of_its_items(load: Load, batch_size: int, depth: int) -> None:
     items = load.allocations(batch_size, depth)
@@ -216,7 +210,6 @@ def test_a_plan_is_the_sum_of_its_items(load: Load, batch_size: int, depth: int)
     assert all(item.count > 0 for item in items)
 
 
-@settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
 def test_memory_grows_with_the_batch(load: Load, batch_size: int, depth: int) -> None:
     small, large = (
@@ -226,7 +219,6 @@ def test_memory_grows_with_the_batch(load: Load, batch_size: int, depth: int) ->
     assert small.device_bytes <= large.device_bytes
 
 
-@settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
 def test_all_batches_that_exist_at_a_time_are_planned(
     load: Load, batch_size: int, depth: int
@@ -381,9 +373,6 @@ def test_a_limit_that_is_given_needs_no_free_memory(monkeypatch: pytest.MonkeyPa
 
 
 # -- refusals --------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
 def test_a_refusal_names_the_need_and_the_limit(load: Load, cpu: int, gpu: int, depth: int) -> None:
     try:

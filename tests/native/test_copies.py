@@ -37,7 +37,7 @@ def memory_rows(array: npt.NDArray[Any]) -> MemoryRows:
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("row_nbytes", ROW_NBYTES)
 @pytest.mark.parametrize("stride", [0, 1, 64])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_rows_equal_those_of_numpy(row_nbytes: int, stride: int, data: st.DataObject) -> None:
     array = rows_of(50, row_nbytes + stride)[:, :row_nbytes]
@@ -56,7 +56,7 @@ def test_rows_equal_those_of_numpy(row_nbytes: int, stride: int, data: st.DataOb
 
 
 @pytest.mark.parametrize("row_nbytes", [8, 64, 100, 192, 4096])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(rows=st.lists(st.integers(0, 19), max_size=60))
 def test_scattered_rows_equal_those_of_numpy(row_nbytes: int, rows: list[int]) -> None:
     """Of a row that occurs twice, the last value remains."""
@@ -77,7 +77,6 @@ def test_rows_have_whole_lines(begin: int, shape: tuple[int, int], expected: boo
     assert memory_rows(memory.reshape(shape)).has_whole_lines == expected
 
 
-@settings(deadline=None)
 @given(runs=st.lists(st.tuples(st.integers(0, 49), st.integers(0, 9)), max_size=8))
 def test_runs_equal_those_of_numpy(runs: list[tuple[int, int]]) -> None:
     array = rows_of(50, 24)
@@ -93,7 +92,7 @@ def test_runs_equal_those_of_numpy(runs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("row_nbytes", [1, 12, 64, 1000])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.sampled_from([1, 2, 40, 700, 2000]), min_size=2, max_size=6),
     stride=st.sampled_from([0, 5]),

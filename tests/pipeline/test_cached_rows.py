@@ -88,7 +88,7 @@ row_batches = st.lists(
         [{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}, {"switch_in": 1}]
     ),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_schedule(
     moves: list[int],
     batches: list[list[int]],

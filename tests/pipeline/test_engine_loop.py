@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.internals import runner_of
 
@@ -52,7 +52,6 @@ def equal(x: Any, y: Any) -> bool:
     return x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x)
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(1, 60),
     batch_size=st.integers(1, 20),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.internals import runner_of
 from support.schedules import next_stream, randomly, stalling, switch
@@ -183,7 +183,6 @@ def test_rows_equal_those_of_the_synchronous_loop(options: dict[str, Any], reach
         assert run.is_memory_untouched, name
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     width=st.sampled_from([1, 2, 700, 9000]),

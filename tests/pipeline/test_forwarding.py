@@ -179,7 +179,7 @@ def put(stores: np.ndarray, at: np.ndarray, values: Sequence[np.ndarray | None])
             store[at] = new
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(BATCHES, st.integers(1, 4), st.sampled_from([1, 1 << 52]), st.sampled_from([0, 250]))
 def test_a_batch_equals_one_that_is_gathered_now(
     batches: list[Any], ahead: int, scale: int, first: int
@@ -299,7 +299,7 @@ class CachingLoop(Loop):
 DISTINCT = st.lists(st.integers(0, N - 1), max_size=8, unique=True).map(rows_of)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.internals import runner_of
 from support.schedules import next_stream, randomly, switch
@@ -122,7 +122,6 @@ def test_batches_equal_those_of_the_loader(make: Any, depth: int | None, choice:
     assert equal(moved(batches, device, depth), batches)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     make=st.sampled_from([one, pair, mapping, nested, growing]),

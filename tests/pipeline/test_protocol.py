@@ -219,7 +219,7 @@ row_batches = st.lists(
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_schedule(
     moves: list[int], batches: list[np.ndarray], depth: int, direct: bool, known: bool
 ) -> None:

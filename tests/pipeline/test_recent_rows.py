@@ -97,7 +97,7 @@ def programs(draw: st.DrawFn) -> list[tuple[list[tuple[Rows, Rows]], set[int]]]:
     return [([draw(some_rows(scale)) for scale in scales], draw(late)) for _ in range(n)]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(0, 4), programs())
 def test_shared_rows_are_those_of_a_plain_search(
     n_ahead: int, batches: list[tuple[list[tuple[Rows, Rows]], set[int]]]

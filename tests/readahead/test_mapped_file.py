@@ -43,7 +43,7 @@ def strategy_of(store: Any, order: Any = None, free: int = MiB(100)) -> type:
     return type(strategy)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
     row_shape=st.sampled_from([(), (3,), (2, 5), (700,)]),

@@ -269,9 +269,7 @@ def test_an_error_in_a_window_is_raised_with_its_batch(path: Path, array: np.nda
         strategy.close()
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     limit_kib=st.integers(3200, 6000),
     batch=st.integers(1, 300),

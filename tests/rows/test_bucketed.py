@@ -18,7 +18,7 @@ def epoch_of(order: Any, epoch: int) -> list[int]:
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batches_are_those_of_sorted_windows(size: int, n_batches: int, epoch: int) -> None:
     base = rows.shuffled(4)
     order = rows.bucketed(LENGTHS, batch_size=size, window_batches=n_batches, order=base, seed=2)

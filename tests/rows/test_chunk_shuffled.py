@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pinfeed import ArgumentError, Feeder, HDF5Store, Ranks, concat, rows
@@ -28,7 +28,6 @@ def order_of(sizes: list[int], **options: Any) -> Any:
     epoch=st.integers(0, 2),
     data=st.data(),
 )
-@settings(deadline=None)
 def test_each_window_has_the_rows_of_its_chunks(
     sizes: list[int], window: int, epoch: int, data: st.DataObject
 ) -> None:

@@ -33,7 +33,7 @@ def epoch_of(order: Any, n: int, epoch: int) -> list[int]:
     st.booleans(),
     st.integers(1, 50),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_batches_equal_those_of_a_plain_loop(
     lengths: list[int],
     more: int,
@@ -66,7 +66,7 @@ def test_batches_equal_those_of_a_plain_loop(
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=7), st.integers(1, 20))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_bounds_are_those_of_all_subsets(lengths: list[int], most: int) -> None:
     table = RowLengths(np.array(lengths))
     most = max(most, *lengths)

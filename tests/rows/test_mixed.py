@@ -77,7 +77,7 @@ def reference(
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_mixture_equals_rows_drawn_one_by_one(data: st.DataObject) -> None:
     n_sources = data.draw(st.integers(1, 5))
@@ -214,7 +214,7 @@ def test_weights_change_at_positions() -> None:
     assert np.array_equal(at(shuffle), whole(order, 1000, 1)[shuffle])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_no_row_is_lost_where_random_weights_change(data: st.DataObject) -> None:
     n_sources = data.draw(st.integers(1, 3))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.row_batches import ORDERS, drawn, whole
 from torch.utils.data import (
@@ -44,7 +44,6 @@ def test_an_epoch_has_every_row_once(order: Order) -> None:
             assert np.array_equal(np.sort(rows), np.arange(n)), f"epoch {epoch} of {n} rows"
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(1, 500),
     block_rows=st.integers(1, 600),

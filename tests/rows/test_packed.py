@@ -50,7 +50,7 @@ def elements(batches: list[Any]) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 40))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_sequences_equal_those_of_the_definition(lengths: list[int], most: int) -> None:
     found = best_fit(np.array(lengths), most).tolist()
     want = plain_best_fit(lengths, most)

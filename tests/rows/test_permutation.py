@@ -76,7 +76,7 @@ def test_a_permutation_is_the_same_in_every_version(n: int, checksum: int) -> No
     assert zlib.crc32(numbers.astype("<i8").tobytes()) == checksum
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(65537, 1 << 18), salt=st.text(max_size=8))
 def test_a_large_permutation_has_every_number_once(n: int, salt: str) -> None:
     assert np.bincount(permutation(n, salt)(np.arange(n)), minlength=n).max() == 1

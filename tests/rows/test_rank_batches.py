@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.unwrapped import unwrapped
 from torch.utils.data import SequentialSampler
@@ -127,7 +127,6 @@ def test_ranks_share_an_epoch(
     uneven=UNEVEN,
     data=st.data(),
 )
-@settings(deadline=None)
 def test_an_epoch_continues_with_another_number_of_ranks(
     n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject
 ) -> None:

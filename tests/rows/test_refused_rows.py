@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.row_batches import Sampler, Unsized, rows_of
 
@@ -169,7 +169,6 @@ def test_an_error_of_a_sampler_is_raised() -> None:
         rows_of(SamplerBatches(rows(), 5, 1, False))
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(st.integers(-2, 12), min_size=1),
     batch_size=st.integers(1, 9),

@@ -62,7 +62,7 @@ def plain_share(
     run_rows=st.integers(1, 50),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_ranks_continue_as_the_definition_says(
     lengths: list[int],
     window: int | None,

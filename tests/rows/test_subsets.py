@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.row_batches import rows_of, whole
 
@@ -20,7 +20,6 @@ from pinfeed.rows.ranks import Ranks
 INNER = [sequential(), shuffled(1), block_shuffled(1, block_rows=8, window_blocks=2), drawn(30)]
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(1, 3000),
     share=st.sampled_from([0.001, 0.1, 0.5, 0.999]),
@@ -35,7 +34,6 @@ def test_where_selects_the_rows_of_a_mask(n: int, share: float, order: Order) ->
     assert np.array_equal(whole(where(selected, order), n, 3), expected)
 
 
-@settings(deadline=None)
 @given(share=st.sampled_from([0.002, 0.01, 0.3, 1]), data=st.data())
 def test_any_positions_of_a_mask_have_their_rows(share: float, data: st.DataObject) -> None:
     """Positions that are close together, and others, are looked up in different ways."""
@@ -95,7 +93,6 @@ def test_a_large_mask_takes_less_than_two_bits_per_row() -> None:
     assert np.array_equal(np.sort(rows), np.arange(0, n, 1 << 10))
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(1, 2000),
     sizes=st.sampled_from([(0.9, 0.1), (0.5, 0.25, 0.25), (1.0,), (0.1,) * 10]),

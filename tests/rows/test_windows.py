@@ -108,7 +108,7 @@ def needed_rows(found: Windows, position: int) -> set[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_windows_of_positions_have_their_rows(kind: str, data: st.DataObject) -> None:
     def draw(low: int, high: int) -> int:
         return data.draw(st.integers(low, high))
@@ -161,7 +161,7 @@ def test_the_windows_of_positions_have_their_rows(kind: str, data: st.DataObject
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_mixture_has_windows_of_its_sources(data: st.DataObject) -> None:
     def draw(low: int, high: int) -> int:
         return data.draw(st.integers(low, high))

@@ -125,7 +125,7 @@ def test_arrays_that_overlap_themselves_are_read_and_not_written(name: str, dept
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=3),
     strides=st.lists(st.integers(-9, 9), min_size=3, max_size=3),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_no_array_that_shares_memory_with_itself_is_written(
     shape: list[int], strides: list[int]
 ) -> None:
@@ -151,7 +151,6 @@ def _rows_in_lines() -> np.ndarray:
 
 
 @pytest.mark.usefixtures("scatters_are_large")
-@settings(deadline=None)
 @given(rows=st.lists(st.integers(0, 49)), step=st.sampled_from([1, 2, -1]))
 @pytest.mark.parametrize("is_sliced", [False, True])
 def test_large_scatters_equal_those_of_numpy(rows: list[int], step: int, is_sliced: bool) -> None:

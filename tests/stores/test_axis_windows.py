@@ -121,9 +121,7 @@ class _Squeezed(WindowStore):
         self._array.close()
 
 
-@settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_windows_are_those_of_numpy(tmp_path: Path, data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
@@ -271,9 +269,7 @@ def test_each_chunk_is_decoded_once(
     assert decoded.total() == 2 * n_decoded
 
 
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.DataObject) -> None:
     def draw(low: int, high: int) -> int:

@@ -77,7 +77,7 @@ def gathered(store: ChunkedStore, wanted: Any) -> np.ndarray:
 
 
 @given(wanted=st.lists(st.integers(0, 49), max_size=80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_gather_decodes_each_chunk_once(wanted: list[int]) -> None:
     store = small()
     np.testing.assert_array_equal(gathered(store, wanted), store.array[wanted])

@@ -387,7 +387,7 @@ def header_or_refusal(path: Path, content: bytes) -> RowLayout | None:
         return None
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     version=st.sampled_from([b"\1\0", b"\2\0", b"\3\0", b""]),
     length=st.sampled_from([None, 0, 10, 118]),
@@ -400,7 +400,7 @@ def test_any_bytes_behind_the_magic(
     header_or_refusal(scratch, b"\x93NUMPY" + version + size + content)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     text=st.text(alphabet="{}()[]',:.<>|=-+0123456789abcdefgorstuvx \\\"\n#é", max_size=60),
     version=st.sampled_from([1, 2, 3]),
@@ -435,7 +435,7 @@ LITERALS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     descr=LITERALS,
     fortran=LITERALS,
@@ -455,7 +455,7 @@ def valid(version: tuple[int, int]) -> bytes:
     return file.getvalue()
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(version=st.sampled_from(VERSIONS), position=st.integers(0, 79), byte=st.integers(0, 255))
 def test_one_damaged_byte(
     scratch: Path, version: tuple[int, int], position: int, byte: int
@@ -468,7 +468,7 @@ def test_one_damaged_byte(
         assert header.dtype.name in DTYPES
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     version=st.sampled_from(VERSIONS),
     position=st.integers(0, 127),

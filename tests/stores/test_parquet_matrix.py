@@ -78,7 +78,6 @@ class TestMatrix(ReadOnlyStoreTests):
 
 @settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -136,7 +136,7 @@ def test_rows_of_a_store_with_a_gather_of_its_own() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.integers(0, 2)), max_size=12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_runs_of_any_kind(given_runs: list[tuple[int, int, int]]) -> None:
     starts, lengths, gaps = np.array(given_runs, np.int64).reshape(-1, 3).T
     places = np.cumsum(gaps) + np.cumsum(lengths) - lengths

@@ -57,7 +57,7 @@ def test_remote_headers_of_every_version(version: tuple[int, int]) -> None:
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_rows_of_any_remote_shards(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

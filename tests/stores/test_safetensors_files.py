@@ -171,7 +171,7 @@ def test_every_truncation_of_a_safetensors_file_is_noticed(model: Path) -> None:
             NpyStore.safetensors(model, "w")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(position=st.integers(0, 300), byte=st.integers(0, 255))
 def test_one_damaged_byte_of_a_safetensors_file(
     tmp_path_factory: pytest.TempPathFactory, position: int, byte: int

@@ -51,7 +51,7 @@ def windows_of(series: np.ndarray, length: int, step: int, start: int, span: int
     return np.array(found, series.dtype).reshape(len(first), length, *series.shape[1:])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6),
     item_shape=st.sampled_from([(), (3,)]),

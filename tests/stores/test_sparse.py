@@ -106,7 +106,7 @@ def test_rows_of_every_kind_of_source(kind: str, tmp_path: Path) -> None:
     repeats=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_matrices_of_any_kind(
     n_rows: int, n_columns: int, dtype: Any, columns: Any, repeats: bool, seed: int
 ) -> None:

@@ -146,7 +146,7 @@ def programs(draw: Any) -> tuple[int, list[Batch], list[str]]:
 
 
 @given(programs(), st.integers(0, 3), st.sampled_from([None, 0.3, 0.7, 1.0]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_ids_at_any_depth_on_any_number_of_ranks(
     program: tuple[int, list[Batch], list[str]], depth: int, device_cache: float | None
 ) -> None:
@@ -412,7 +412,7 @@ def test_a_frozen_table_and_a_loop_without_optimizer() -> None:
 
 @pytest.mark.stress
 @given(programs(), st.integers(0, 4))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_many_programs(program: tuple[int, list[Batch], list[str]], depth: int) -> None:
     test_any_ids_at_any_depth_on_any_number_of_ranks.hypothesis.inner_test(program, depth)  # type: ignore[attr-defined]
 

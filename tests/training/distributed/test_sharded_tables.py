@@ -27,7 +27,7 @@ from pinfeed.training.distributed.row_exchange import RowPartition
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
     owners = RowPartition(n_rows, size)
     rows = np.array(data.draw(st.lists(st.integers(0, n_rows - 1))), np.int64)

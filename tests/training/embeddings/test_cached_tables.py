@@ -93,7 +93,7 @@ def test_random_runs(seed: int) -> None:
     st.tuples(st.sampled_from(SIZES), st.sampled_from([None, *SIZES])),
     st.tuples(st.integers(0, 3), st.integers(0, 99)),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_any_run(
     batches: list[tuple[Ids, Ids, Ids]],
     does: list[str],

@@ -374,7 +374,7 @@ def test_training_in_chunks_is_training() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 12),
     chunk_size=st.integers(1, 13),
