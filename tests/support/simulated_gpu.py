@@ -99,10 +99,11 @@ class SimulatedGPU:
     def multiply(self) -> None:
         """Take the memory of the first matrix product."""
         workspace, libraries = self._first_product
-        self._first_product = 0, 0
+        self._first_product = workspace, 0
         self.outside += libraries
         if workspace:
             self.malloc(-1, workspace)
+        self._first_product = 0, 0
 
     def hold(self, storage: Any) -> None:
         """Allocate a block for a storage, until the storage dies."""

@@ -11,13 +11,16 @@ emptying the allocator's cache. Otherwise, the next size is 10% smaller.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
+from pinfeed.errors import described
 from pinfeed.training.memory_model.real_steps import (
     StepCopy,
     is_out_of_memory,
@@ -26,6 +29,8 @@ from pinfeed.training.memory_model.real_steps import (
 )
 from pinfeed.training.memory_model.report import StepMemory, count_parameters
 from pinfeed.training.memory_model.training_step import TrainingStep, bytes_on_device, state_tensors
+
+logger = logging.getLogger("pinfeed")
 
 _MOST_SIZES = 5
 _FIRST_SAMPLES = 16
@@ -38,6 +43,8 @@ _MOST_OUTSIDE_BYTES = 1 << 30
 
 Memory of other processes cannot be told apart from these, so it counts up to this size.
 """
+_LOCK = threading.Lock()
+"""Held during a search, because the cap and the peaks belong to the process."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,6 @@ class GPUProbe:
         self._device = device
         self._ahead_bytes = ahead_bytes
         self.n_sizes = 0
-        # cuBLAS keeps a workspace from its first product on, which is not memory of a sample.
-        torch.ones(1, 1, device=device) @ torch.ones(1, 1, device=device)
         release_cached_memory()
         if limit is None:
             free, total = torch.cuda.mem_get_info(device)
@@ -134,16 +139,17 @@ class GPUProbe:
             most: Most samples.
             enforce: Whether the cap stays after a search that finds a batch.
         """
-        fraction = torch.cuda.get_per_process_memory_fraction(self._device)
-        try:
-            with isolated():
-                found = self._search(least, most)
-            # The last copy is free now, and its memory returns to the device.
-            release_cached_memory()
-            if found is not None and enforce:
-                fraction = self._fraction(self._cap() - self._original_bytes)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+        with _LOCK:
+            fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+            try:
+                with isolated():
+                    found = self._search(least, most)
+                # The last copy is free now, and its memory returns to the device.
+                release_cached_memory()
+                if found is not None and enforce:
+                    fraction = self._fraction(self._cap() - self._original_bytes)
+            finally:
+                torch.cuda.set_per_process_memory_fraction(fraction, self._device)
         return found
 
     def _search(self, least: int, most: int) -> Measured | None:
@@ -181,12 +187,15 @@ class GPUProbe:
             # or too large for an index. An error of the first size is an error of the program.
             if self.n_sizes == 1 and not is_out_of_memory(error):
                 raise
+            logger.info("steps of %d samples do not fit: %s", n, described(error).splitlines()[0])
         return None
 
     def _measure(self, n: int) -> Measured | None:
         device = self._device
         torch.cuda.set_per_process_memory_fraction(self._fraction(self._cap()), device)
         copy = StepCopy(self._step, device)
+        # cuBLAS keeps a workspace from its first product on, which is not memory of a sample.
+        torch.ones(1, 1, device=device) @ torch.ones(1, 1, device=device)
         ahead = torch.empty(self._ahead_bytes(n), dtype=torch.uint8, device=device)
         before = torch.cuda.memory_allocated(device) - len(ahead)
         phases = copy.phases(n)

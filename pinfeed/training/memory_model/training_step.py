@@ -63,14 +63,16 @@ def bytes_on_device(
         require_initialized(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         found += state_tensors(optimizer)
-    tensors = {id(one): one for tensor in found for one in (tensor, tensor.grad)}
-    return sum(
-        one.numel() * one.element_size()
-        for one in tensors.values()
+    storages = {
+        one.untyped_storage()._cdata: one.untyped_storage().nbytes()
+        for tensor in found
+        for one in (tensor, tensor.grad)
         if one is not None
+        and one.layout is torch.strided
         and one.device.type == device.type
         and device.index in (None, one.device.index)
-    )
+    }
+    return sum(storages.values())
 
 
 def copies_without_data(model: Any, loss: Any) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
