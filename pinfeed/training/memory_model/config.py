@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pinfeed.devices import chosen_device, torch_device
 from pinfeed.devices.cuda import check_gpu
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
-from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.host import free_host_bytes, return_large_blocks
 from pinfeed.memory.limits import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.training.memory_model.batch_search import BatchSearch
@@ -23,9 +22,6 @@ from pinfeed.training.memory_model.report import Budget, Kind
 from pinfeed.training.memory_model.tensor_specs import samples_of
 from pinfeed.training.memory_model.training_step import bytes_on_device, check_autocast
 from pinfeed.validation.arguments import explain_arguments, whole_number
-
-_M_MMAP_THRESHOLD = -3  # mallopt(3)
-_MMAP_THRESHOLD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -142,6 +138,8 @@ class Config(limits.MemoryLimits):
 
         Raises:
             ArgumentError: If there is no model.
+            NotEnoughGPUMemory: If not even the samples of one read fit on the device.
+            NotEnoughCPUMemory: If not even the samples of one read fit on the host.
         """
         return self.budget.batch_size
 
@@ -182,7 +180,7 @@ class Config(limits.MemoryLimits):
         if not self._is_measured:
             found = self._search.estimated()
             if self.enforce and self._kind == "cpu":
-                ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+                return_large_blocks()
             return found
         gpu = torch.device("cuda", check_gpu(chosen_device(self.device).index))
         return self._search.measured(gpu, self.headroom, enforce=self.enforce)

@@ -20,6 +20,8 @@ from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.training_step import bytes_on_device
 
+pytestmark = pytest.mark.usefixtures("planned")
+
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -278,7 +280,6 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str) -> 
         Config(gpu_memory_limit=GiB(1), **(MODEL | arguments))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu() -> None:
     with pytest.raises(
         errors.ArgumentError,
