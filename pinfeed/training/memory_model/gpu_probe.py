@@ -38,6 +38,8 @@ _N_PHASES = 3
 """Phases of a step: forward pass, backward pass, optimizer."""
 _CLOSE = 1.05
 """The search ends if the next batch is larger by at most this factor than one that ran."""
+_CAREFUL = 0.7
+"""Share of the way to a size that only the line of the forward pass predicts."""
 _MOST_OUTSIDE_BYTES = 1 << 30
 """Most bytes that count as CUDA's context and libraries.
 
@@ -253,12 +255,15 @@ class GPUProbe:
         # The allocator holds fragments between tensors, in proportion to them.
         share = last.reserved_bytes / max(last.peaks)
         lines = [(a * share, b * share) for a, b in zip(first.peaks, last.peaks, strict=True)]
-        sizes = [math.inf]
-        for before, now in (*lines, (first.reserved_bytes, last.reserved_bytes)):
-            slope = (now - before) / (n - first.batch_size)
-            if slope > 0:
-                sizes.append(n + (cap - now) / slope)
-        return min(sizes)
+        lines.append((first.reserved_bytes, last.reserved_bytes))
+        slopes = [(now - before) / (n - first.batch_size) for before, now in lines]
+        room = min(
+            (cap - now) / slope if slope > 0 else math.inf
+            for (_, now), slope in zip(lines, slopes, strict=True)
+        )
+        forward, backward, *_ = slopes
+        # If gradients hide the activations in the peak of the backward pass, its line is too flat.
+        return n + (room if backward >= forward else room * _CAREFUL)
 
     def _cap(self) -> int:
         """Return the bytes that torch's allocator may take while both copy and original exist."""
