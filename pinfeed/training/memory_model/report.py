@@ -35,7 +35,8 @@ class StepMemory:
             ``"activations"``, … In a step that was measured on a GPU, ``"activations"`` includes
             workspaces of libraries and what torch's allocator keeps for reuse.
         phases: Peak memory of tensors in the ``"forward"`` pass, the ``"backward"`` pass and the
-            ``"optimizer"`` step, in bytes.
+            ``"optimizer"`` step, in bytes; if the step was measured on a GPU, the memory after the
+            forward pass, the peak of both passes, and that of the optimizer step.
         n_parameters: Number of elements of the parameters that require gradients, and of the other
             ones.
         notes: Assumptions, and what was measured.
