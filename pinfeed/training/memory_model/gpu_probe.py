@@ -155,7 +155,7 @@ class GPUProbe:
         return found
 
     def _search(self, least: int, most: int) -> Measured | None:
-        """Run steps of growing batch sizes, which shrink after a failure; return the last that ran."""
+        """Run steps of batch sizes that grow, or shrink after a failure; return the largest."""
         ran: list[Measured] = []
         failed: int | None = None
         n = min(most, _FIRST_SAMPLES)

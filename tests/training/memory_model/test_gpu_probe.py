@@ -108,17 +108,22 @@ class Recomputed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("model", [mlp, deep, wide, Recomputed])
-def test_the_batch_is_nearly_the_largest_that_fits(make_gpu: MakeGPU, model: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "limit"), [(mlp, MiB(12)), (deep, MiB(12)), (wide, LIMIT), (Recomputed, MiB(12))]
+)
+def test_the_batch_is_nearly_the_largest_that_fits(
+    make_gpu: MakeGPU, model: Any, limit: int
+) -> None:
     loss = Sizes()
+    options = {"model": model, "gpu_memory_limit": limit}
     with make_gpu():
-        n = config_of(loss, model=model).batch_size
+        n = config_of(loss, **options).batch_size
     assert loss.tried[-1] == n
     assert len(loss.tried) <= 5
     assert loss.steps.count(n) == 3
     with make_gpu():
-        assert fits(n, model=model)
-        assert not fits(int(1.1 * n), model=model)
+        assert fits(n, **options)
+        assert not fits(int(1.1 * n), **options)
 
 
 def test_the_cap_comes_first_and_stays(gpu: SimulatedGPU) -> None:
