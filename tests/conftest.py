@@ -102,6 +102,13 @@ def gpu_is_here() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.fixture
+def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the GPU from a test that does not need one, so that a Config estimates its steps."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
 def open_files() -> set[str]:
     """Return the open file descriptors.
 

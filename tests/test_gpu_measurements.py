@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.simulated_gpu import SimulatedGPU
+from torch import nn
 
-from benchmarks.gpu import nvml
+from benchmarks.gpu import limits, nvml
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.bench import Bench, Samples, as_rows
 from benchmarks.gpu.cache import CACHES, SkewedCell
@@ -30,6 +32,7 @@ from benchmarks.gpu.system import system
 from benchmarks.gpu.tables import Contest, _watched
 from benchmarks.rowcells import RowCell
 from benchmarks.rowsteps import prefetched
+from benchmarks.zoo import Case
 from pinfeed.stores.host_rows import StoreRows
 
 
@@ -318,3 +321,23 @@ def test_both_at_once_are_compared_with_the_longer_one() -> None:
 
 def iter_of(n: int) -> Iterator[int]:
     yield from range(n)
+
+
+def test_chosen_batches_hold_under_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(lambda: nn.Linear(64, 8), (64,), "float32", (), "int64", nn.functional.nll_loss, ())
+    monkeypatch.setattr(limits, "_MODELS", {"one": case, "two": case})
+    run = Run("cuda", recorder(tmp_path / "limits.json"))
+    cells = limits.limits(run)
+    assert [tuple(cell.key.values()) for cell in cells[:3]] == [
+        ("one", 0.25),
+        ("two", 0.5),
+        ("one", 0.5),
+    ]
+    gpu = SimulatedGPU(monkeypatch, total=64 << 20, context=1 << 20, workspace=1 << 20)
+    with gpu:
+        found = cells[0].measure()
+    assert gpu.cap == gpu.total
+    assert found["measured_bytes"] <= found["limit_bytes"] == 16 << 20
+    assert found["held"]["fits"]
+    assert found["held"]["reserved"] <= 15 << 20
+    assert found["larger_fit"] == {1.1: False}

@@ -24,7 +24,6 @@ MOST_PUBLIC_PARAMETERS = 12
 MOST_PARAMETERS = 6
 TORCH_SIGNATURES = {
     "pinfeed/training/embeddings/table.py HostEmbedding.__init__",
-    "pinfeed/training/memory_model/cuda_memory.py as_on_cuda.attend",
 }
 """Functions that take the place of a function of torch, and so have its parameters."""
 

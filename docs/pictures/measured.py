@@ -197,8 +197,7 @@ def memory(figure: Figure, results: dict[str, Any]) -> None:
     peaks = results["peaks"]
     axis = figure.subplots()
     for i, peak in enumerate(peaks):
-        colour = "#c8553d" if peak["confidence"] == "low" else "#1b3a57"
-        axis.barh(i, peak["ratio"], color=colour, height=0.7)
+        axis.barh(i, peak["ratio"], color="#1b3a57", height=0.7)
         axis.text(
             1.02,
             i,
@@ -214,7 +213,7 @@ def memory(figure: Figure, results: dict[str, Any]) -> None:
     axis.set_xlim(0, 1.7)
     axis.set_xticks([0, 0.5, 1])
     axis.set_xlabel(
-        "predicted / measured peak\n(measured peak in MiB); red: low confidence",
+        "predicted / measured peak\n(measured peak in MiB)",
         fontsize=9,
     )
     axis.spines[["top", "right"]].set_visible(False)

@@ -14,7 +14,7 @@ from pinfeed.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "Event", "Stream", "is_cpu", "resolve", "torch_device"]
+__all__ = ["Device", "Event", "Stream", "chosen_device", "is_cpu", "resolve", "torch_device"]
 
 
 def resolve(device: Any, *, n_spare: int) -> Device:
@@ -32,21 +32,28 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     if hasattr(device, "current_stream"):
         found: Device = device
         return found
-    import torch
-
     from pinfeed.devices.cpu import HostDevice
     from pinfeed.devices.cuda import CudaDevice
+
+    wanted = chosen_device(device)
+    if wanted.type == "cpu":
+        return HostDevice(n_spare=n_spare)
+    return CudaDevice(wanted.index, n_spare=n_spare)
+
+
+def chosen_device(device: Any) -> torch.device:
+    """Return torch's device of a name; ``"auto"`` as in ``resolve``.
+
+    Raises:
+        DeviceError: If it is neither the CPU nor a CUDA device.
+    """
+    import torch
 
     if device == "auto" and torch.cuda.is_available():
         local_rank = os.environ.get("LOCAL_RANK")
         index = cuda_index(local_rank, torch.cuda.device_count(), torch.cuda.current_device())
-        device = f"cuda:{index}"
-    elif device == "auto":
-        device = "cpu"
-    wanted = torch_device(device)
-    if wanted.type == "cpu":
-        return HostDevice(n_spare=n_spare)
-    return CudaDevice(wanted.index, n_spare=n_spare)
+        return torch.device("cuda", index)
+    return torch_device("cpu" if device == "auto" else device)
 
 
 def is_cpu(device: Any) -> bool:

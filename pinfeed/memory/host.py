@@ -218,3 +218,14 @@ def trim_heap() -> None:
     # Only glibc has malloc_trim(3).
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_large_blocks() -> None:
+    """Make malloc return freed blocks of 1 MiB or more to the system at once, from now on.
+
+    By default, glibc does so only until the first such block is freed. After that, its heap keeps
+    up to half as much memory again as is in use. With other C libraries, nothing changes.
+    """
+    m_mmap_threshold = -3  # mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)

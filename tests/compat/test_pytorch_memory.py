@@ -29,6 +29,8 @@ from pinfeed.compat.pytorch_memory import (
     summary_of_network,
 )
 
+pytestmark = pytest.mark.usefixtures("planned")
+
 
 class Net(nn.Module):
     """A network like that of the README's example."""

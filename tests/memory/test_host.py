@@ -344,24 +344,6 @@ print(0 < unbound, 0 <= free_host_bytes() < 1 << 28)
     assert "True True" in said
 
 
-def test_a_step_cannot_be_probed_without_proc(programs: Programs) -> None:
-    said = without_proc(
-        programs,
-        """
-config = Config(
-    cpu_memory_limit=MiB(100), device="cpu", model=torch.nn.Linear(3, 3), input_shape=(3,),
-    preferred_batch_size=10,
-)
-try:
-    config.probe()
-except EstimateError as error:
-    print(error)
-""",
-    )
-    assert "/proc/self/clear_refs cannot be written" in said
-    assert "or use the estimate (config.budget)" in said
-
-
 @pytest.mark.parametrize("missing", ["RssAnon", "VmHWM"])
 def test_kinds_of_memory_that_the_kernel_does_not_report(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

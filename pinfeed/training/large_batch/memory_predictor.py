@@ -120,8 +120,8 @@ class MemoryPredictor:
         try:
             if strategy == "offload":
                 plain = self._estimator.at(size)
-                return plain.reserved_bytes - plain.breakdown["activations"]
-            return self._estimator.at(size, steps[strategy]).reserved_bytes + ahead
+                return plain.nbytes - plain.breakdown["activations"]
+            return self._estimator.at(size, steps[strategy]).nbytes + ahead
         except EstimateError as error:
             self.why_not = str(error)
             return None

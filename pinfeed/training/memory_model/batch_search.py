@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import logging
+import math
+import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from pinfeed.errors import EstimateError
+from pinfeed.errors import EstimateError, NotEnoughGPUMemory
 from pinfeed.memory import limits
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
+from pinfeed.memory.units import GiB, human
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model.estimate import MOST_SAMPLES, StepEstimator
-from pinfeed.training.memory_model.real_steps import measure_steps
-from pinfeed.training.memory_model.report import CACHES, Budget, largest_that_fits, refusal
+from pinfeed.training.memory_model.gpu_probe import GPUProbe
+from pinfeed.training.memory_model.report import (
+    CACHES,
+    Budget,
+    StepMemory,
+    counted,
+    largest_that_fits,
+    refusal,
+)
 
-_INEXACT_MARGIN = 0.06
-"""Share of the step reserved for temporary memory that the estimate misses."""
-_HEAP_MARGIN = 0.08
-"""Share of the step reserved for freed memory that malloc keeps, with ``enforce(malloc=True)``."""
-_MAX_PROBES = 8
-_CLOSE_ENOUGH = 1.03
-"""The search ends if the next batch is larger by at most this factor than one that ran."""
+logger = logging.getLogger("pinfeed")
+
+_HEAP_SHARE = 0.08
+"""Freed memory that malloc keeps on the CPU, relative to the step, if ``enforce`` is set."""
 
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Search for the largest batch that fits, by estimates and by probes.
+    """Search for the largest batch that fits, by estimates or by real steps on a GPU.
 
     Attributes:
-        estimator: Estimates the training step.
+        estimator: Training step, whose memory it estimates.
         cpu_limit: Limit of host memory, in bytes.
-        gpu_limit: Limit of device memory, in bytes; None if training is on the CPU.
+        gpu_limit: Limit of device memory, in bytes; None on the CPU, and for the free memory of a
+            GPU that is measured.
         one_read_count: Samples per read; the batch size is a multiple of it.
         preferred_batch_size: Upper bound of the batch size; None for no preference.
         total_sample_count: Reads per epoch; None if unknown.
@@ -51,106 +59,102 @@ class BatchSearch:
     depth: int
     device_cache: int
 
-    def budget(self, seen: float | None) -> Budget:
-        """Return the budget of the largest batch that fits.
-
-        Args:
-            seen: Measured memory of a step, relative to the estimate; None if it was not measured.
+    def estimated(self) -> Budget:
+        """Return the budget of the largest batch that fits by estimates.
 
         Raises:
             BudgetError: If not even the smallest batch fits.
         """
-        found = self._largest(seen)
-        if found is None:
-            raise refusal(self.at(self._least, seen), self._least)
-        return found
 
-    def probe(
-        self, first: int, device: torch.device, make_batch: Callable[[int], Any] | None
-    ) -> Budget:
-        """Return the budget of the largest batch whose steps ran within the limits.
+        def share(n_reads: int) -> float:
+            budget = self.at(max(n_reads * self.one_read_count, self._least))
+            gpu_share = budget.gpu_bytes / (self.gpu_limit or math.inf)
+            return max(budget.cpu_bytes / self.cpu_limit, gpu_share)
+
+        n_reads = largest_that_fits(share, 1.0, self._most_reads)
+        if not n_reads:
+            raise refusal(self.at(self._least), self._least)
+        return self.at(n_reads * self.one_read_count)
+
+    def measured(self, device: torch.device, headroom: float, *, enforce: bool) -> Budget:
+        """Return the budget of the largest batch whose steps ran on the GPU within the limits.
 
         Args:
-            first: Samples of the batch that is tried first.
-            device: Device of the steps.
-            make_batch: Makes inputs and targets, given a number of samples; None for random
-                numbers.
+            device: The GPU, with its index.
+            headroom: Share of the free memory that stays unused without a limit.
+            enforce: Whether torch's allocator keeps to the limit from then on.
 
         Raises:
             BudgetError: If not even the samples of one read fit.
         """
+        begin = time.perf_counter()
         one_read = self.one_read_count
-        ran: Budget | None = None
-        tried = first
-        failed = None
-        for _ in range(_MAX_PROBES):
-            seen = self._measure(tried, device, make_batch)
-            budget = self.at(tried, seen)
-            if seen is not None and budget.fits:
-                ran = budget
-            else:
-                failed = tried
-            larger = None if seen is None else self._largest(seen)
-            tried = tried // 2 if larger is None else larger.batch_size
-            if failed is not None:
-                tried = min(tried, failed - one_read)
-            tried -= tried % one_read
-            if ran is not None and tried <= _CLOSE_ENOUGH * ran.batch_size:
-                break
-            if tried < one_read:
-                raise refusal(self.at(one_read, seen), one_read)
-        if ran is None:
-            raise refusal(self.at(tried, seen), tried)
-        return ran
+        probe = GPUProbe(self.estimator, device, self.gpu_limit, headroom, self._ahead_bytes)
+        n_reads = largest_that_fits(
+            lambda n: self._feeder(n * one_read).host_bytes, self.cpu_limit, self._most_reads
+        )
+        if not n_reads:
+            step = StepMemory(one_read, {"batch": 0}, {}, (0, 0), ())
+            raise refusal(self._budget(step, 0, probe.limit), one_read)
+        found = probe.find(one_read, n_reads * one_read, enforce=enforce)
+        if found is None:
+            chunks = "train in chunks (BigBatch)"
+            strategies = "give strategy='checkpoint' or 'offload' to a BigBatch"
+            raise NotEnoughGPUMemory(
+                f"a step of {counted(one_read, 'sample')} ran out of memory; gpu_memory_limit is "
+                f"{human(probe.limit)} ({probe.limit} bytes), of which CUDA, libraries and other "
+                f"tensors take {human(probe.other_bytes)}; raise gpu_memory_limit, lower depth "
+                f"(now {self.depth}), or {chunks if one_read > 1 else strategies}"
+            )
+        budget = self._budget(found.step, found.other_bytes, probe.limit)
+        note = (
+            f"batch_size={budget.batch_size}: {budget.gpu_bytes / GiB(1):.2f} of "
+            f"{probe.limit / GiB(1):.2f} GiB measured in {counted(probe.n_sizes, 'size')} "
+            f"({time.perf_counter() - begin:.1f} s); the limit is {'' if enforce else 'not '}set"
+        )
+        logger.info("%s", note)
+        return dataclasses.replace(budget, step=dataclasses.replace(found.step, notes=(note,)))
 
-    def at(self, batch_size: int, seen: float | None) -> Budget:
-        """Return the budget of a batch of ``batch_size`` samples, even if it does not fit."""
-        is_on_gpu = self.gpu_limit is not None
+    def at(self, batch_size: int) -> Budget:
+        """Return the estimated budget of ``batch_size`` samples, even if it does not fit."""
         step = self.estimator.at(batch_size)
-        specs = (self.estimator.inputs, self.estimator.targets)
-        parts = [
-            PartSize(batch_size * nbytes, is_staged=is_on_gpu)
-            for spec in specs
-            if spec is not None
-            for nbytes in spec.nbytes
-        ]
+        other = int(_HEAP_SHARE * step.nbytes) if self.estimator.device == "cpu" else 0
+        return self._budget(step, other, self.gpu_limit)
+
+    def _budget(self, step: StepMemory, other_bytes: int, gpu_limit: int | None) -> Budget:
+        feeder = self._feeder(step.batch_size)
+        return Budget(step.batch_size, step, feeder, other_bytes, self.cpu_limit, gpu_limit)
+
+    def _feeder(self, batch_size: int) -> Plan:
+        is_on_gpu = self.estimator.device == "cuda"
+        parts = [PartSize(nbytes, is_staged=is_on_gpu) for nbytes in self._part_bytes(batch_size)]
         schedule = PrefetchSchedule(self.depth)
         items = loop_allocations(parts, batch_size, schedule, unified=not is_on_gpu)
         if self.device_cache:
             place: Place = "device" if is_on_gpu else "host"
             items.append(Allocation(CACHES, place, 1, self.device_cache))
         route: Route = "staged" if is_on_gpu else "direct"
-        feeder = Plan(batch_size, self.depth, route, tuple(items))
-        if seen is None:
-            share = _INEXACT_MARGIN if step.confidence != "exact" else 0
-            share += 0 if is_on_gpu else _HEAP_MARGIN
-            margin = share * step.allocated_bytes
-        else:
-            margin = (seen - 1) * step.reserved_bytes
-        return Budget(batch_size, step, feeder, int(margin), seen, self.cpu_limit, self.gpu_limit)
+        return Plan(batch_size, self.depth, route, tuple(items))
 
-    def _largest(self, seen: float | None) -> Budget | None:
-        """Return the budget of the largest batch that fits; None if there is none."""
-        one_read = self.one_read_count
+    def _ahead_bytes(self, batch_size: int) -> int:
+        """Return the bytes of the feeder on the device, besides the batch of the step."""
+        return self._feeder(batch_size).device_bytes - sum(self._part_bytes(batch_size))
 
-        def need(n_reads: int) -> float:
-            budget = self.at(max(n_reads * one_read, self._least), seen)
-            gpu_share = 0.0
-            if self.gpu_limit is not None:
-                gpu_share = budget.gpu_bytes / self.gpu_limit
-            return max(budget.cpu_bytes / self.cpu_limit, gpu_share)
+    def _part_bytes(self, batch_size: int) -> list[int]:
+        """Return the bytes of each tensor of a batch."""
+        specs = [spec for spec in (self.estimator.inputs, self.estimator.targets) if spec]
+        return [batch_size * nbytes for spec in specs for nbytes in spec.nbytes]
 
-        preferred = None
-        if self.preferred_batch_size is not None:
-            preferred = max(1, self.preferred_batch_size // one_read)
-        given = (preferred, self.total_sample_count)
-        most = [min(one, MOST_SAMPLES // one_read) for one in given if one is not None]
-        found = largest_that_fits(need, 1.0, min(most, default=None))
-        if preferred is None:
-            # Without this bound, a small model on a large machine would get a batch that is too
-            # large for training.
-            found = min(found, max(1, limits.MOST_ROWS // one_read))
-        return self.at(found * one_read, seen) if found else None
+    @property
+    def _most_reads(self) -> int:
+        """Most reads of a batch.
+
+        Without a preferred size, a small model on a large machine would get a batch that is too
+        large for training.
+        """
+        preferred = self.preferred_batch_size or limits.MOST_ROWS
+        bounds = (max(1, preferred // self.one_read_count), self.total_sample_count)
+        return min(MOST_SAMPLES // self.one_read_count, *(one for one in bounds if one is not None))
 
     @functools.cached_property
     def _least(self) -> int:
@@ -162,14 +166,3 @@ class BatchSearch:
             except EstimateError:
                 return 2
         return self.one_read_count
-
-    def _measure(
-        self, n: int, device: torch.device, make_batch: Callable[[int], Any] | None
-    ) -> float | None:
-        """Return the measured memory of a step relative to the estimate; None if it did not fit."""
-        nbytes = measure_steps(self.estimator, n, device, make_batch)
-        if nbytes is None:
-            return None
-        seen = nbytes / self.estimator.at(n).reserved_bytes
-        # On the CPU, a process grows by less than the memory of a step if its heap has room.
-        return max(1.0, seen) if device.type == "cpu" else seen

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +9,11 @@ from typing import Any
 
 import torch
 
-from pinfeed.devices import resolve, torch_device
-from pinfeed.errors import ArgumentError, DeviceError
+from pinfeed.devices import chosen_device, torch_device
+from pinfeed.devices.cuda import check_gpu
+from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
-from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.host import free_host_bytes, return_large_blocks
 from pinfeed.memory.limits import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.training.memory_model.batch_search import BatchSearch
@@ -24,15 +23,15 @@ from pinfeed.training.memory_model.tensor_specs import samples_of
 from pinfeed.training.memory_model.training_step import bytes_on_device, check_autocast
 from pinfeed.validation.arguments import explain_arguments, whole_number
 
-_M_MMAP_THRESHOLD = -3  # mallopt(3)
-_MMAP_THRESHOLD_BYTES = 1 << 20
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Config(limits.MemoryLimits):
     """Memory limits; with a model, also the largest batch that fits in them.
 
     With a model, ``batch_size`` is the largest batch whose training step and feeder fit together.
+    If training is on a GPU of this machine, the first use of ``batch_size`` measures steps of a
+    copy of the model, which takes some seconds. Otherwise, the memory is estimated. On the CPU, a
+    step with few samples is measured, too.
 
     Examples:
         >>> model = torch.nn.Linear(1000, 10)
@@ -72,14 +71,17 @@ class Config(limits.MemoryLimits):
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.
         autocast: Dtype of autocast; None for no autocast.
-        device: Device of the training step, for ``budget``, ``probe`` and ``enforce``: ``"cuda"``,
-            ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the machine has one or
-            ``gpu_memory_limit`` is given. It does not choose the device of a feeder or a loop,
-            which have an argument ``device`` of their own.
+        device: Device of the training step: ``"cuda"``, ``"cpu"`` or ``"auto"``. ``"auto"`` is a
+            GPU if the machine has one or ``gpu_memory_limit`` is given. It does not choose the
+            device of a feeder or a loop, which have an argument ``device`` of their own.
         device_cache: Device memory for the caches of tables in ``train_rows``, in bytes or as
             text, which ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share the
             part that tables with caches of a given size leave.
-        seen: Measured memory of a step, relative to the estimate; ``probe`` sets it.
+        enforce: Whether the limit of a step that was measured holds from then on, in this process:
+            torch's allocator raises ``torch.OutOfMemoryError`` instead of taking more than
+            ``gpu_memory_limit`` less the memory of CUDA's context, libraries and CuPy. On the CPU,
+            malloc returns freed blocks of 1 MiB or more to the system. Without a model, nothing is
+            set.
 
     Raises:
         ArgumentError: If a limit, size or shape is invalid, or a model has no ``input_shape``.
@@ -104,7 +106,7 @@ class Config(limits.MemoryLimits):
     autocast: torch.dtype | None = None
     device: Any = "auto"
     device_cache: SizeField = SizeField()
-    seen: float | None = None
+    enforce: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,8 +128,9 @@ class Config(limits.MemoryLimits):
                     "model= needs input_shape=; give the shape of a sample, without the batch "
                     "dimension"
                 )
-            # The budget is computed now, so that a batch that cannot fit is refused at once.
-            _ = self.budget
+            # Errors are raised now. Steps on a GPU wait until a batch size is needed, because they
+            # take seconds, and a process that has used CUDA cannot fork workers that use it.
+            _ = self._search if self._is_measured else self.budget
 
     @property
     def batch_size(self) -> int:
@@ -135,6 +138,8 @@ class Config(limits.MemoryLimits):
 
         Raises:
             ArgumentError: If there is no model.
+            NotEnoughGPUMemory: If not even the samples of one read fit on the device.
+            NotEnoughCPUMemory: If not even the samples of one read fit on the host.
         """
         return self.budget.batch_size
 
@@ -172,48 +177,13 @@ class Config(limits.MemoryLimits):
                 "the batch size is unknown without a model; give model= and input_shape= to the "
                 "Config, or batch_size= to the feeder"
             )
-        return self._search.budget(self.seen)
-
-    def probe(self, make_batch: Callable[[int], Any] | None = None) -> Config:
-        """Measure trial steps of a copy of the model on the device, to find a batch size that fits.
-
-        The first trial has the estimated batch size. Trials with smaller batches follow if it does
-        not fit, and with larger ones if memory is left.
-
-        On a GPU, the probe returns the workspaces of cuBLAS to torch's allocator. Do not replay a
-        CUDA graph afterwards that was captured before, because its products may use this memory.
-
-        Args:
-            make_batch: Function that returns inputs and targets, given a number of samples; None
-                for random numbers, and zeros for integers.
-
-        Returns:
-            The same limits, with the size of the batch that ran as ``preferred_batch_size``.
-            ``budget`` compares its memory with the estimate. On the CPU the measured memory is the
-            growth of this process. It includes freed memory that malloc keeps, which can exceed a
-            small step; ``enforce(malloc=True)`` avoids this. It misses what fits into free memory
-            of the heap.
-
-        Raises:
-            DeviceError: If the device does not exist on this machine.
-            EstimateError: If training is on the CPU and ``/proc/self/clear_refs`` cannot be
-                written, so that the growth of the process cannot be measured.
-            NotEnoughGPUMemory: If not even the samples of one read fit on the device.
-            NotEnoughCPUMemory: If not even the samples of one read fit on the host.
-        """
-        name = self.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(name)
-        is_missing = device.type == "cuda" and not torch.cuda.is_available()
-        if is_missing or (device.type == "cpu") != (self._kind == "cpu"):
-            raise DeviceError(
-                "probe() runs steps on a GPU, and this machine has none; use the estimate "
-                "(config.budget), or give device='cpu' to train on the CPU"
-            )
-        first = self.batch_size
-        ran = self._search.probe(first, device, make_batch)
-        return dataclasses.replace(self, preferred_batch_size=ran.batch_size, seen=ran.seen)
+        if not self._is_measured:
+            found = self._search.estimated()
+            if self.enforce and self._kind == "cpu":
+                return_large_blocks()
+            return found
+        gpu = torch.device("cuda", check_gpu(chosen_device(self.device).index))
+        return self._search.measured(gpu, self.headroom, enforce=self.enforce)
 
     def for_feeder(self) -> limits.MemoryLimits:
         """Return the limits that the training step leaves for the feeder, and the batch size."""
@@ -233,32 +203,17 @@ class Config(limits.MemoryLimits):
             depth=self._depth,
         )
 
-    def enforce(self, *, malloc: bool = False) -> None:
-        """Limit torch's GPU memory to ``gpu_memory_limit``, in this process from now on.
-
-        The memory of CUDA itself, some hundred MiB, is not included. ``cpu_memory_limit`` is not
-        enforced.
-
-        Args:
-            malloc: Whether malloc returns freed blocks of 1 MiB or more to the system at once.
-                Without this, glibc does so only until the first such block is freed. After that,
-                its heap keeps up to half as much memory again as the tensors take.
-        """
-        if self._kind == "cuda" and torch.cuda.is_available():
-            gpu = self.gpu_memory_limit if self.model is None else self.budget.gpu_memory_limit
-            if gpu is not None:
-                index = torch.device(self.device if self.device != "auto" else "cuda").index or 0
-                total = torch.cuda.get_device_properties(index).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, gpu / total), index)
-        if malloc:
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-
     @property
     def _kind(self) -> Kind:
         if self.device != "auto":
             return "cpu" if torch.device(self.device).type == "cpu" else "cuda"
         has_gpu = torch.cuda.is_available() or self.gpu_memory_limit is not None
         return "cuda" if has_gpu else "cpu"
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether the step runs on a GPU of this machine."""
+        return self._kind == "cuda" and torch.cuda.is_available()
 
     @property
     def _depth(self) -> int:
@@ -291,31 +246,26 @@ class Config(limits.MemoryLimits):
         )
 
     def _limits(self) -> tuple[int, int | None]:
-        """Return the limits of the host and of the GPU; the latter is None for the CPU."""
-        # The estimate includes the model, so the memory that the model takes already counts as
-        # free.
-        model_on_host = bytes_on_device(self.model, torch.device("cpu"))
+        """Return the limits of the host and of the GPU; the latter is None for the CPU.
+
+        It is also None for the free memory of a GPU of this machine, which is measured.
+        """
+        free = free_host_bytes()
         if self._kind == "cpu":
-            return self.host_limit(free_host_bytes() + model_on_host), None
-        gpu = self.gpu_memory_limit
-        if gpu is None:
-            model_on_gpu = bytes_on_device(self.model, torch.device("cuda"))
-            gpu = self.device_limit(_free_on_gpu(self.device) + model_on_gpu)
-        return self.host_limit(free_host_bytes()), gpu
+            # The estimate includes the model, so the memory that the model takes already counts as
+            # free.
+            return self.host_limit(free + bytes_on_device(self.model, torch.device("cpu"))), None
+        if self.gpu_memory_limit is None and not self._is_measured:
+            raise ArgumentError(
+                f"device={self.device!r}: free GPU memory is unknown, because this machine has no "
+                f"GPU; give gpu_memory_limit, such as pinfeed.{GiB.__name__}(8)"
+            )
+        return self.host_limit(free), self.gpu_memory_limit
 
     def __getstate__(self) -> dict[str, Any]:
-        # Cached results are not pickled.
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        # A copy keeps the budget, because another process must not measure again.
+        return {name: value for name, value in vars(self).items() if name != "_search"}
 
 
 # The decorator ``dataclass`` has made ``__init__`` just before. Its signature stays the same.
 Config.__init__ = explain_arguments({})(Config.__init__)  # type: ignore[method-assign]
-
-
-def _free_on_gpu(device: Any) -> int:
-    if not torch.cuda.is_available():
-        raise ArgumentError(
-            f"device={device!r}: free GPU memory is unknown, because this machine has no GPU; give "
-            f"gpu_memory_limit, such as pinfeed.{GiB.__name__}(8)"
-        )
-    return resolve("cuda" if device == "auto" else device, n_spare=0).free_bytes()

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.training.memory_model.cuda_memory import (
-    as_on_cuda,
-    reserved_bytes,
-    use_cuda_defaults,
-    workspace_bytes,
-)
 from pinfeed.training.memory_model.real_steps import peak_of_gradients
-from pinfeed.training.memory_model.report import Confidence, Estimate, Kind, count_parameters
+from pinfeed.training.memory_model.report import Kind, StepMemory, count_parameters
 from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, peak_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.training.memory_model.training_step import (
@@ -53,8 +45,6 @@ _PHASES = {
     "backward": "the backward pass",
 }
 """Descriptions of phases in errors; other phases have their own names."""
-_PATCHING_LOCK = threading.RLock()
-"""Held while functions of torch are replaced, for the whole process."""
 _N_STEPS = 2
 """Number of steps to run; the state of the optimizer exists from the end of the first step on."""
 MOST_SAMPLES = 1 << 40
@@ -63,9 +53,12 @@ _ROUND = {"cuda": 512, "cpu": 64}
 """Bytes to which an allocation is rounded up."""
 _MOST_MEASURED_BYTES = 64 << 20
 """Bytes of activations of a real step that is measured; larger batches are not run."""
-_Doubt = tuple[Confidence, str]
-"""Confidence in an estimate, and the reason for it."""
-_RANKS: tuple[Confidence, ...] = ("exact", "close", "low")
+_WORKSPACE_BYTES = 2 * (32 << 20)
+"""Bytes that cuBLAS keeps on a Hopper GPU: one workspace for the loop, and one for autograd."""
+_RANGE = (
+    "estimated without fragments and without the temporary memory of operations: on one NVIDIA "
+    "H200, steps took 0.7 to 2.4 times as much; a Config measures steps where the GPU is present"
+)
 
 
 def estimate(
@@ -80,13 +73,13 @@ def estimate(
     optimizer: Any = None,
     device: Kind = "cuda",
     autocast: torch.dtype | None = None,
-) -> Estimate:
+) -> StepMemory:
     """Predict the peak memory of a training step.
 
     The step runs on tensors without data. It takes some seconds, and needs neither a GPU nor the
-    memory of a real step. On the CPU, operations such as convolutions take temporary memory that
-    depends on the machine. For a model with such operations, ``device="cpu"`` also measures a real
-    step of a copy of the model, with few samples.
+    memory of a real step. Operations such as convolutions take temporary memory that depends on the
+    machine: ``device="cpu"`` also measures it, in a real step of a copy of the model with few
+    samples. For a GPU it is unknown; where the GPU is present, ``Config`` measures steps instead.
 
     Examples:
         >>> model = torch.nn.Linear(10, 1)
@@ -105,12 +98,12 @@ def estimate(
         loss: Function of the model's outputs and targets; None for the sum of the outputs.
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.
-        device: ``"cuda"`` predicts the memory that torch's allocator reserves on a GPU; ``"cpu"``
-            predicts the memory of the step on this machine.
+        device: ``"cuda"`` predicts the memory of the step on a GPU, without the temporary memory of
+            convolutions and recurrent layers; ``"cpu"`` predicts its memory on this machine.
         autocast: Dtype of autocast; None for no autocast.
 
     Returns:
-        The estimate; ``str(estimate)`` is a table.
+        The memory of the step; ``print`` shows it as a table.
 
     Raises:
         ArgumentError: If a shape, a dtype or a size is invalid.
@@ -146,7 +139,7 @@ class StepEstimator(TrainingStep):
         super().__init__(model, inputs, targets, **options)
         self.device = device
         self._notes: list[str] = []
-        self._estimates: dict[tuple[int, Step], Estimate] = {}
+        self._estimates: dict[tuple[int, Step], StepMemory] = {}
         self._plain_peaks: dict[int, Peak] = {}
         """Counted peaks of plain steps, by the number of samples."""
         self._measured: dict[int, int] = {}
@@ -156,7 +149,7 @@ class StepEstimator(TrainingStep):
         if options.get("optimizer") is None:
             self._notes.append("optimizer=None: the estimate uses AdamW")
 
-    def at(self, batch_size: int, step: Step = plain_step) -> Estimate:
+    def at(self, batch_size: int, step: Step = plain_step) -> StepMemory:
         """Return the estimate for a batch of ``batch_size`` samples.
 
         Raises:
@@ -168,39 +161,26 @@ class StepEstimator(TrainingStep):
             self._estimates[batch_size, step] = self._estimate(batch_size, step)
         return self._estimates[batch_size, step]
 
-    def _estimate(self, batch_size: int, step: Step) -> Estimate:
-        tracker, n_parameters, doubts = self._count(batch_size, step)
+    def _estimate(self, batch_size: int, step: Step) -> StepMemory:
+        tracker, n_parameters = self._count(batch_size, step)
         temporary = 0
-        if self.device == "cpu" and tracker.has_temporary:
+        note = _RANGE
+        if self.device == "cpu":
             if step is plain_step:
                 # A second count of the same step would take as long as the first.
                 self._plain_peaks[batch_size] = peak_of(tracker, _ROUND["cpu"])
-            temporary, *doubt = self._temporary_bytes(tracker.n_samples)
-            doubts += doubt
+            temporary, note = self._temporary_bytes(tracker.n_samples)
         peak = peak_of(tracker, _ROUND[self.device], temporary)
         breakdown = dict.fromkeys(KINDS, 0)
         for kind, nbytes in peak.kinds.items():
             breakdown[_PHASE_KINDS.get(kind, kind)] += nbytes
-        reserved = peak.nbytes
         if self.device == "cuda":
-            breakdown["workspace"] = workspace_bytes(tracker.multiplying)
-            reserved = reserved_bytes(tracker.events) + breakdown["workspace"]
-            breakdown["reserve"] = reserved - sum(breakdown.values())
+            breakdown["workspace"] = _WORKSPACE_BYTES
         phases = {name: nbytes for name, nbytes in peak.phases.items() if name in _PHASE_KINDS}
-        worst = max((_RANKS.index(rank) for rank, _ in doubts), default=0)
-        return Estimate(
-            batch_size,
-            peak.nbytes,
-            reserved,
-            breakdown,
-            phases,
-            n_parameters,
-            _RANKS[worst],
-            (*self._notes, *(note for _, note in doubts)),
-        )
+        return StepMemory(batch_size, breakdown, phases, n_parameters, (*self._notes, note))
 
-    def _temporary_bytes(self, n_samples: int) -> tuple[int, _Doubt]:
-        """Return the temporary memory of a forward and a backward pass on the CPU.
+    def _temporary_bytes(self, n_samples: int) -> tuple[int, str]:
+        """Return the temporary memory of a forward and a backward pass on the CPU, and a note.
 
         It is measured in a real step with at most ``n_samples`` samples and about
         ``_MOST_MEASURED_BYTES`` of activations, and grows with the number of samples.
@@ -211,10 +191,8 @@ class StepEstimator(TrainingStep):
         except Exception as error:
             # The estimate needs no step that runs, and another profiler may be running.
             why = described(error).splitlines()[0]
-            note = f"{taken} was not measured ({why}); the step may take much more; run probe()"
-            return 0, ("low", note)
-        note = f"{taken} was measured in a step of {size} samples"
-        return nbytes * n_samples // size, ("exact" if size == n_samples else "close", note)
+            return 0, f"{taken} was not measured ({why}); the step may take much more"
+        return nbytes * n_samples // size, f"{taken} was measured in a step of {size} samples"
 
     def _measure(self, n_samples: int) -> tuple[int, int]:
         """Return the samples of a real step, and its bytes that were not counted."""
@@ -239,14 +217,12 @@ class StepEstimator(TrainingStep):
             self._plain_peaks[n_samples] = peak_of(tracker, _ROUND["cpu"])
         return self._plain_peaks[n_samples]
 
-    def _count(
-        self, batch_size: int, step: Step
-    ) -> tuple[StorageTracker, tuple[int, int], list[_Doubt]]:
-        """Run steps on tensors without data; return what was counted, parameters and doubts."""
-        tracker = StorageTracker(is_cpu=self.device == "cpu")
+    def _count(self, batch_size: int, step: Step) -> tuple[StorageTracker, tuple[int, int]]:
+        """Run steps on tensors without data; return what was counted, and parameters."""
+        tracker = StorageTracker()
         try:
             with _silent_fake_tensors():
-                n_parameters, doubts = self._run(tracker, batch_size, step)
+                n_parameters = self._run(tracker, batch_size, step)
         except (ArgumentError, EstimateError):
             raise
         except Exception as error:
@@ -258,21 +234,17 @@ class StepEstimator(TrainingStep):
                 ) from error
             phase = tracker.marks[-1][1] if tracker.marks else "beginning"
             raise EstimateError(self._refusal(error, batch_size, phase)) from error
-        return tracker, n_parameters, doubts
+        return tracker, n_parameters
 
-    def _run(
-        self, tracker: StorageTracker, batch_size: int, step: Step
-    ) -> tuple[tuple[int, int], list[_Doubt]]:
+    def _run(self, tracker: StorageTracker, batch_size: int, step: Step) -> tuple[int, int]:
         # This import is here, because it takes a second.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        is_cuda = self.device == "cuda"
         mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         # A model that copies its layers would also copy the mode of their tensors. Tensors of
         # another mode would be counted again at each use.
         mode.__deepcopy__ = lambda _: mode
-        as_on_device = as_on_cuda if is_cuda else contextlib.nullcontext
-        with _PATCHING_LOCK, mode, tracker, as_on_device(), warnings.catch_warnings():
+        with mode, tracker, warnings.catch_warnings(), torch.enable_grad():
             # Such a copy reads addresses, and torch warns about that although it continues.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             tracker.enter("parameters")
@@ -280,8 +252,12 @@ class StepEstimator(TrainingStep):
             tracker.label(model.parameters(), "parameters")
             tracker.label(model.buffers(), "buffers")
             optimizer = self.optimizer_of(model, fakes)
-            if is_cuda:
-                use_cuda_defaults(optimizer)
+            if self.device == "cuda":
+                for group in optimizer.param_groups:
+                    # The default on CUDA: all parameters together, with temporary memory of about
+                    # their size.
+                    if group.get("foreach", False) is None and not group.get("fused"):
+                        group["foreach"] = True
             run = StepRun(self, model, loss, tracker)
             for _ in range(_N_STEPS):
                 kept = step(run, batch_size)
@@ -290,32 +266,7 @@ class StepEstimator(TrainingStep):
                 tracker.label(state_tensors(optimizer), "optimizer state")
                 optimizer.zero_grad()
                 del kept
-            halves = {p.dtype for p in model.parameters()} | {self.autocast_dtype}
-            tracker.has_temporary |= not halves.isdisjoint({torch.float16, torch.bfloat16})
-            return count_parameters(model), self._doubts(model, tracker)
-
-    def _doubts(self, model: nn.Module, tracker: StorageTracker) -> list[_Doubt]:
-        """Return reasons why the step may take other memory than was counted."""
-        found: list[_Doubt] = []
-        is_cuda = self.device == "cuda"
-        convolutions = _names_of(model, nn.modules.conv._ConvNd)
-        if is_cuda and convolutions:
-            note = (
-                "the workspace of convolutions is unknown; steps took up to 36% more; run probe()"
-            )
-            found.append(("close", f"{convolutions}: {note}"))
-        if self.autocast_dtype is not None:
-            note = "the dtype of each operation follows the CPU's list of autocast operations"
-            found.append(("close", f"autocast: {note}"))
-        recurrent = _names_of(model, nn.RNNBase)
-        if is_cuda and recurrent:
-            note = "CUDA kernels keep an unknown amount of memory; run probe()"
-            found.append(("low", f"{recurrent}: {note}"))
-        if tracker.foreign:
-            names = ", ".join(sorted(tracker.foreign))
-            note = "the temporary memory of these operations is unknown; run probe()"
-            found.append(("low", f"{names}: {note}"))
-        return found
+            return count_parameters(model)
 
     def _refusal(self, error: Exception, batch_size: int, phase: str) -> str:
         first_line = described(error).splitlines()[0]
@@ -334,8 +285,8 @@ class StepEstimator(TrainingStep):
             f"{self.inputs.described(batch_size)}{targets}, {where} raised {first_line}"
             f"{no_targets}; check input_shape and output_shape (the shape of one sample, without "
             "the batch dimension), their dtypes, the loss and the optimizer; if one of them reads "
-            "values (item(), if tensor, masks, sparse gradients, closures), measure the step with "
-            "Config.probe() instead"
+            "values (item(), if tensor, masks, sparse gradients, closures), use a Config where the "
+            "GPU is present, which measures steps, or give preferred_batch_size without a model"
         )
 
 
@@ -349,10 +300,3 @@ def _silent_fake_tensors() -> Iterator[None]:
         yield
     finally:
         log.disabled = was_disabled
-
-
-def _names_of(model: nn.Module, kind: type) -> str:
-    """Return the names of the classes of a model's modules that are of this kind."""
-    return ", ".join(
-        sorted({type(one).__name__ for one in model.modules() if isinstance(one, kind)})
-    )

@@ -1,4 +1,4 @@
-"""Estimate and Budget: memory of a training step by purpose, and with its feeder in the limits."""
+"""StepMemory and Budget: memory of a training step, and of the step with its feeder in limits."""
 
 from __future__ import annotations
 
@@ -14,60 +14,55 @@ from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.plan import Allocation, Plan, joined
 from pinfeed.memory.units import human
 
-Confidence = Literal["exact", "close", "low"]
 Kind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate:
-    """Peak memory of a training step; ``str(estimate)`` is a table.
+class StepMemory:
+    """Peak memory of a training step, estimated or measured; ``print`` shows a table.
 
     Examples:
         >>> model = torch.nn.Linear(1000, 10)
-        >>> estimate = pinfeed.estimate(model, 64, input_shape=(1000,))
-        >>> estimate.breakdown["parameters"]
+        >>> step = pinfeed.estimate(model, 64, input_shape=(1000,))
+        >>> step.breakdown["parameters"]
         40960
-        >>> print(estimate)
+        >>> print(step)
         step of 64 samples...
 
     Attributes:
         batch_size: Samples in the batch.
-        allocated_bytes: Peak memory of tensors, in bytes.
-        reserved_bytes: Peak memory that torch's allocator takes from the device for these tensors,
-            in bytes; on the CPU the same as ``allocated_bytes``.
         breakdown: Bytes at the peak by purpose: ``"parameters"``, ``"gradients"``,
-            ``"activations"``, …; ``"reserve"`` is the memory that the allocator holds in addition.
+            ``"activations"``, … In a step that was measured on a GPU, ``"activations"`` includes
+            workspaces of libraries and what torch's allocator keeps for reuse.
         phases: Peak memory of tensors in the ``"forward"`` pass, the ``"backward"`` pass and the
-            ``"optimizer"`` step, in bytes.
+            ``"optimizer"`` step, in bytes; if the step was measured on a GPU, the memory after the
+            forward pass, the peak of both passes, and that of the optimizer step.
         n_parameters: Number of elements of the parameters that require gradients, and of the other
             ones.
-        confidence: ``"exact"``: no operation is known to take more memory. Measured steps took up
-            to 3% more on a GPU, and one took 22% more. ``"close"``: on the CPU, temporary memory
-            was measured in a step of fewer samples; on a GPU, the workspace of convolutions is not
-            counted, and measured steps took up to 36% more. ``"low"``: the estimate may be far off,
-            and measured steps took up to 2.3 times as much. On a GPU, run ``Config.probe``.
-        notes: Assumptions, and reasons why the estimate is not exact.
+        notes: Assumptions, and what was measured.
     """
 
     batch_size: int
-    allocated_bytes: int
-    reserved_bytes: int
     breakdown: Mapping[str, int]
     phases: Mapping[str, int]
     n_parameters: tuple[int, int]
-    confidence: Confidence
     notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Peak memory of the step, in bytes."""
+        return sum(self.breakdown.values())
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
         rows = [
-            (what, human(nbytes), f"{nbytes / max(1, self.reserved_bytes):.1%}")
+            (what, human(nbytes), f"{nbytes / max(1, self.nbytes):.1%}")
             for what, nbytes in self.breakdown.items()
             if nbytes
         ]
-        rows.append(("total", human(self.reserved_bytes), "100.0%"))
+        rows.append(("total", human(self.nbytes), "100.0%"))
         table = tabulate(
             rows,
             headers=(f"step of {self.batch_size} samples", "memory", "share"),
@@ -79,7 +74,6 @@ class Estimate:
             table,
             f"peak by phase: {phases}",
             f"parameters: {n_trainable:,} trainable, {n_frozen:,} frozen",
-            f"confidence: {self.confidence}",
         ]
         return "\n".join([*lines, *self.notes])
 
@@ -113,20 +107,19 @@ class Budget:
 
     Attributes:
         batch_size: Samples in the batch.
-        step: Estimate of the step.
+        step: Memory of the step: measured on a GPU that is present, estimated otherwise.
         feeder: Plan of the feeder.
-        margin: Bytes reserved for memory that the estimate misses. After ``probe``, the measured
-            excess over the estimate, which may be negative.
-        seen: Measured memory of a step, relative to the estimate; None if it was not measured.
+        other_bytes: Memory of the process besides step and feeder, in bytes. On a GPU, it was
+            measured: CUDA's context, libraries, and other tensors. On the CPU, it is a share of the
+            step, for freed memory that malloc keeps.
         cpu_memory_limit: Limit of host memory, in bytes.
         gpu_memory_limit: Limit of device memory, in bytes; None if training is on the CPU.
     """
 
     batch_size: int
-    step: Estimate
+    step: StepMemory
     feeder: Plan
-    margin: int
-    seen: float | None
+    other_bytes: int
     cpu_memory_limit: int
     gpu_memory_limit: int | None
 
@@ -135,7 +128,7 @@ class Budget:
         """All allocations; the batch of the step counts once, as a batch buffer of the feeder."""
         place = "host" if self.gpu_memory_limit is None else "device"
         step = {name: nbytes for name, nbytes in self.step.breakdown.items() if name != "batch"}
-        step["safety margin" if self.seen is None else "measured above estimate"] = self.margin
+        step["freed memory" if place == "host" else "context and others"] = self.other_bytes
         own = [Allocation(name, place, 1, nbytes) for name, nbytes in step.items() if nbytes]  # type: ignore[arg-type]
         return (*own, *self.feeder.items)
 
@@ -158,8 +151,8 @@ class Budget:
 
     @property
     def step_bytes(self) -> int:
-        """Memory of the step without its batch, in bytes."""
-        return self.step.reserved_bytes - self.step.breakdown["batch"] + self.margin
+        """Memory that is left neither for batches nor for other buffers of the feeder, in bytes."""
+        return self.step.nbytes - self.step.breakdown["batch"] + self.other_bytes
 
     def __repr__(self) -> str:
         return str(self)
@@ -182,10 +175,7 @@ class Budget:
         if self.gpu_memory_limit is not None:
             gpu_limit = human(self.gpu_memory_limit)
             lines.append(f"GPU memory: {human(self.gpu_bytes)} (limit {gpu_limit})")
-        if self.seen is not None:
-            times = f"{self.seen:.2f} times the estimate"
-            return "\n".join([*lines, f"probe: the measured memory of a step is {times}"])
-        return "\n".join([*lines, f"confidence: {self.step.confidence}", *self.step.notes])
+        return "\n".join([*lines, *self.step.notes])
 
 
 def refusal(least: Budget, n_samples: int) -> BudgetError:
@@ -212,11 +202,15 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
         advice.append(f"give strategy={strategies} to a BigBatch")
     if len(advice) > 1:
         advice[-1] = f"or {advice[-1]}"
-    samples = "1 sample" if n_samples == 1 else f"{n_samples} samples"
     return error(
-        f"a batch of {samples} needs {human(need)} ({need} bytes): {uses}; {name} is "
-        f"{human(limit or 0)} ({limit} bytes); {', '.join(advice)}"
+        f"a batch of {counted(n_samples, 'sample')} needs {human(need)} ({need} bytes): {uses}; "
+        f"{name} is {human(limit or 0)} ({limit} bytes); {', '.join(advice)}"
     )
+
+
+def counted(n: int, what: str) -> str:
+    """Return a number of things as text: ``1 size``, ``2 sizes``."""
+    return f"1 {what}" if n == 1 else f"{n} {what}s"
 
 
 def _savings(least: Budget, items: Sequence[Allocation], excess: int) -> list[str]:

@@ -14,74 +14,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pinfeed.training.memory_model.cuda_memory import Event, is_product
-
-_KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
-"""Namespaces of operations that allocate with torch's allocator."""
-
-_LIBRARIES = (
-    "_cdist",
-    "_ctc_loss",
-    "_euclidean_dist",
-    "_fft_",
-    "_linalg_",
-    "cholesky",
-    "geqrf",
-    "linalg_",
-    "lu_",
-    "ormqr",
-)
-"""Prefixes of operations that call libraries with an unknown amount of workspace."""
-
-_PLAIN = ("linalg_vector_norm", "linalg_cross")
-"""Operations that match these prefixes but take no workspace."""
-
-_TEMPORARY = (
-    "_safe_softmax",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "binary_cross_entropy",
-    "convolution",
-    "huber_loss",
-    "logsumexp",
-    "mkldnn_rnn_layer",
-    "mse_loss",
-    "native_batch_norm_backward",
-    "native_group_norm_backward",
-    "smooth_l1_loss",
-    "upsample_",
-)
-"""Prefixes of operations that take temporary memory on the CPU besides their results.
-
-The kernel decides how much: it depends on the shapes, the number of threads and the CPU.
-"""
+Event = tuple[int, int]
+"""Allocation (number of a storage, bytes) or free (number of a storage, minus bytes)."""
 
 
 class StorageTracker(TorchDispatchMode):
     """Context that records every storage that an operation returns, until the storage dies.
 
-    Args:
-        is_cpu: Whether the program is to run on the CPU, and not on a GPU.
-
     Attributes:
         events: Allocations and frees, in order.
         marks: Positions in ``events`` at which a phase of the program begins, and the phase.
         kinds: Kind of memory of each number in ``events``.
-        foreign: Operations that are not torch's own, or that have an unknown workspace.
-        multiplying: Phases with matrix products, for which a GPU needs a workspace.
-        has_temporary: Whether an operation takes temporary memory on the CPU.
         n_samples: Samples of the largest forward pass.
     """
 
-    def __init__(self, *, is_cpu: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_cpu = is_cpu
         self._phase = ""
         self.events: list[Event] = []
         self.marks: list[tuple[int, str]] = []
         self.kinds: dict[int, str] = {}
-        self.foreign: set[str] = set()
-        self.multiplying: set[str] = set()
-        self.has_temporary = False
         self.n_samples = 0
         self._living: dict[int, tuple[int, int]] = {}
         """Number and bytes of each living storage, by its address."""
@@ -89,13 +41,6 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.__name__
-        is_of_library = name.startswith(_LIBRARIES) and not name.startswith(_PLAIN)
-        if func.namespace not in _KNOWN or is_of_library:
-            self.foreign.add(str(func))
-        if is_product(name.split(".")[0]):
-            self.multiplying.add(self._phase)
-        self.has_temporary |= name.startswith(_TEMPORARY)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self._record(leaf.untyped_storage())

@@ -51,15 +51,28 @@ def require_initialized(model: nn.Module) -> None:
         )
 
 
-def bytes_on_device(model: Any, device: torch.device) -> int:
-    """Return the bytes of a model's tensors and gradients on the device."""
-    if not isinstance(model, nn.Module):
-        return 0
-    require_initialized(model)
-    gradients = (p.grad for p in model.parameters() if p.grad is not None)
-    tensors = {id(tensor): tensor for tensor in (*tensors_of(model), *gradients)}
-    on_device = [one for one in tensors.values() if one.device.type == device.type]
-    return sum(tensor.numel() * tensor.element_size() for tensor in on_device)
+def bytes_on_device(
+    model: Any, device: torch.device, *, loss: Any = None, optimizer: Any = None
+) -> int:
+    """Return the bytes of tensors and gradients of a model, a loss and an optimizer on a device.
+
+    A device without an index stands for all devices of its type.
+    """
+    found = [*tensors_of(model, loss)]
+    if isinstance(model, nn.Module):
+        require_initialized(model)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        found += state_tensors(optimizer)
+    storages = {
+        one.untyped_storage()._cdata: one.untyped_storage().nbytes()
+        for tensor in found
+        for one in (tensor, tensor.grad)
+        if one is not None
+        and one.layout is torch.strided
+        and one.device.type == device.type
+        and device.index in (None, one.device.index)
+    }
+    return sum(storages.values())
 
 
 def copies_without_data(model: Any, loss: Any) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
@@ -174,7 +187,7 @@ class TrainingStep:
         self.inputs = inputs
         self.targets = targets
         self.loss = loss or _sum_of_outputs
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.autocast_dtype = autocast
 
     def autocast(self, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
@@ -195,13 +208,13 @@ class TrainingStep:
             model: The copy.
             stand_ins: Tensors of the copy, by the id of the original tensor.
         """
-        if self._optimizer is None and not any(p.requires_grad for p in model.parameters()):
+        if self.optimizer is None and not any(p.requires_grad for p in model.parameters()):
             raise EstimateError(
                 "the model has no parameter that requires a gradient, so a training step cannot be "
                 "estimated; unfreeze parameters, or leave out the model and give "
                 "preferred_batch_size"
             )
-        return optimizer_for(model, self._optimizer, stand_ins)
+        return optimizer_for(model, self.optimizer, stand_ins)
 
 
 class StepRun:
@@ -270,7 +283,7 @@ def plain_step(run: StepRun, batch_size: int) -> Any:
     run.held = run.held[1:]
     loss = run.loss(outputs, targets)
     # The variables of a loop keep their values until the next step assigns them again.
-    run.held = (outputs, loss) if run.tracker.is_cpu else ()
+    run.held = (outputs, loss)
     run.backward(loss)
     return inputs, targets, outputs, loss
 

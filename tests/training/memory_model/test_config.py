@@ -20,6 +20,8 @@ from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.training_step import bytes_on_device
 
+pytestmark = pytest.mark.usefixtures("planned")
+
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -85,7 +87,7 @@ def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -
     assert (
         config.budget.gpu_bytes
         <= gpu + MiB(64)
-        < config._search.at(config.batch_size + one_read_count, None).gpu_bytes
+        < config._search.at(config.batch_size + one_read_count).gpu_bytes
     )
     assert config.budget.gpu_memory_limit == gpu + MiB(64)
 
@@ -93,16 +95,10 @@ def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -
 def test_one_more_would_not_fit_on_the_host() -> None:
     config = Config(cpu_memory_limit=MiB(32), device="cpu", **MODEL)
     assert config.budget.gpu_memory_limit is None
-    assert (
-        config.budget.cpu_bytes
-        <= MiB(32)
-        < config._search.at(config.batch_size + 1, None).cpu_bytes
-    )
+    assert config.budget.cpu_bytes <= MiB(32) < config._search.at(config.batch_size + 1).cpu_bytes
     # On a GPU only batches are on the host.
     on_gpu = Config(cpu_memory_limit=MiB(6), gpu_memory_limit=GiB(1), **MODEL)
-    assert (
-        on_gpu.budget.cpu_bytes <= MiB(6) < on_gpu._search.at(on_gpu.batch_size + 1, None).cpu_bytes
-    )
+    assert on_gpu.budget.cpu_bytes <= MiB(6) < on_gpu._search.at(on_gpu.batch_size + 1).cpu_bytes
 
 
 @pytest.mark.parametrize(
@@ -225,7 +221,6 @@ def test_a_table_of_where_each_byte_goes() -> None:
         "gradients",
         "activations",
         "workspace",
-        "reserve",
         "staging",
         "batches of 1000 samples",
         "(limit 96.0 MiB)",
@@ -285,7 +280,6 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str) -> 
         Config(gpu_memory_limit=GiB(1), **(MODEL | arguments))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu() -> None:
     with pytest.raises(
         errors.ArgumentError,
@@ -303,7 +297,9 @@ def test_the_heap_gives_back_what_is_freed(programs: Programs) -> None:
     script = (
         "import torch, pinfeed, sys\n"
         "from pinfeed.memory.host import resident_bytes\n"
-        "if sys.argv[1] == 'enforce': pinfeed.Config().enforce(malloc=True)\n"
+        "limits = {'cpu_memory_limit': '64MiB', 'device': 'cpu', 'preferred_batch_size': 2}\n"
+        "model = {'model': torch.nn.Linear(2, 2), 'input_shape': (2,)}\n"
+        "pinfeed.Config(**limits, **model, enforce=sys.argv[1] == 'enforce')\n"
         "kept = []\n"
         "for n in range(40):\n"
         # Each takes 2 MiB, below a block that is kept.
@@ -318,62 +314,14 @@ def test_the_heap_gives_back_what_is_freed(programs: Programs) -> None:
 
 @pytest.mark.gpu
 def test_torch_gets_no_more_than_the_limit() -> None:
-    config: Config = Config(gpu_memory_limit=GiB(1))
-    config.enforce()
+    config: Config = Config(gpu_memory_limit=GiB(2), preferred_batch_size=100_000, **MODEL)
     try:
+        assert config.budget.gpu_bytes <= GiB(2)
+        assert "the limit is set" in str(config.budget)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(GiB(2), dtype=torch.uint8, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-class Recurrent(nn.Module):
-    """A model that keeps other memory in addition to its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(32, 128, batch_first=True)
-        self.head = nn.Linear(128, 10)
-        self.scratch: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # 1 MiB for each sample, which no free memory of the heap can hold.
-        self.scratch = np.ones((len(x), 256 << 10), np.float32)
-        return self.head(self.inner(x)[0][:, -1])
-
-
-def test_a_probe_returns_a_batch_that_ran() -> None:
-    """The model takes much more than can be predicted: on the CPU, in the process's own memory."""
-    ran = []
-
-    def make_batch(n: int) -> Any:
-        ran.append(n)
-        return torch.zeros(n, 48, 32), torch.zeros(n, dtype=torch.int64)
-
-    model = Recurrent()
-    torch.manual_seed(3)
-    state, want = (
-        {name: value.clone() for name, value in model.state_dict().items()},
-        torch.get_rng_state(),
-    )
-    config = Config(
-        cpu_memory_limit=MiB(160),
-        device="cpu",
-        one_read_count=8,
-        **(MODEL | {"model": model, "input_shape": (48, 32)}),
-    )
-    found = config.probe(make_batch)
-    assert config.budget.seen is None
-    assert found.batch_size in ran
-    assert found.batch_size % 8 == 0
-    assert found.budget.seen is not None
-    # How much of the rest is seen depends on the memory that earlier tests left in the heap.
-    assert found.budget.seen > 1, "the scratch memory was not seen"
-    assert found.batch_size <= config.batch_size
-    assert found.budget.cpu_bytes <= MiB(160)
-    assert "measured above estimate" in str(found.budget)
-    assert torch.equal(torch.get_rng_state(), want)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 
 
 @pytest.mark.parametrize(
@@ -383,6 +331,8 @@ def test_a_probe_returns_a_batch_that_ran() -> None:
         MemoryError(),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you "
             "tried to allocate 9 bytes"
@@ -398,48 +348,6 @@ def test_out_of_memory_of_every_kind(error: Exception) -> None:
 def test_other_errors_are_not_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
-    config = Config(cpu_memory_limit=MiB(64), device="cpu", preferred_batch_size=4, **MODEL)
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        config.probe(lambda n: (torch.zeros(n, 3), torch.zeros(n, dtype=torch.int64)))
-
-
-def test_steps_that_run_out_of_memory_are_tried_smaller() -> None:
-    tried = []
-
-    def make_batch(n: int) -> Any:
-        tried.append(n)
-        if n > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return torch.zeros(n, 64), torch.zeros(n, dtype=torch.int64)
-
-    config = Config(cpu_memory_limit=GiB(1), device="cpu", preferred_batch_size=300, **MODEL)
-    found = config.probe(make_batch)
-    assert tried[0] == 300
-    assert found.batch_size == max(n for n in tried if n <= 100)
-    assert found.batch_size >= 75
-
-
-def test_a_probe_without_a_step_that_fits() -> None:
-    def never(n: int) -> Any:
-        raise MemoryError
-
-    config = Config(cpu_memory_limit=GiB(1), device="cpu", preferred_batch_size=6, **MODEL)
-    with pytest.raises(errors.NotEnoughCPUMemory):
-        config.probe(never)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_probe_for_a_missing_gpu() -> None:
-    with pytest.raises(errors.DeviceError, match="this machine has none"):
-        Config(gpu_memory_limit=GiB(1), preferred_batch_size=4, **MODEL).probe()
-
-
-@pytest.mark.gpu
-def test_a_probe_on_a_gpu() -> None:
-    config = Config(gpu_memory_limit=GiB(2), preferred_batch_size=100_000, **MODEL)
-    found = config.probe()
-    assert found.budget.seen is not None
-    assert found.budget.gpu_bytes <= GiB(2)
 
 
 def test_a_config_can_be_pickled_and_copied() -> None:

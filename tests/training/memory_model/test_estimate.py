@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import pinfeed
 from pinfeed import errors
-from pinfeed.training.memory_model.cuda_memory import as_on_cuda
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.tensor_specs import samples_of
 
@@ -117,14 +116,8 @@ def test_the_estimate_agrees_with_the_allocator(case: str, batch_size: int, opti
         batch_size
     )
     wanted = peak_of_two_steps(model, x, y, loss, optimizer)
-    assert wanted * 0.99 <= estimate.allocated_bytes <= wanted * 1.01
-    assert estimate.confidence == "exact"
-    assert (
-        sum(estimate.breakdown.values())
-        == estimate.reserved_bytes
-        == estimate.allocated_bytes
-        == max(estimate.phases.values())
-    )
+    assert wanted * 0.99 <= estimate.nbytes <= wanted * 1.01
+    assert estimate.nbytes == max(estimate.phases.values())
     of_instance = StepEstimator(model(), *parts, loss=loss, optimizer=optimizer, device="cpu").at(
         batch_size
     )
@@ -150,15 +143,14 @@ def test_where_each_byte_goes() -> None:
     cuda = StepEstimator(
         model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam
     ).at(8192)
-    assert cuda.reserved_bytes > cuda.allocated_bytes
-    assert sum(cuda.breakdown.values()) == cuda.reserved_bytes
+    assert cuda.breakdown["workspace"] == 64 << 20
     for text in (
         "parameters",
         "activations",
-        "reserve",
+        "workspace",
         "total",
         "100.0%",
-        "confidence: exact",
+        "on one NVIDIA H200, steps took 0.7 to 2.4 times as much",
         f"{n:,} trainable, 0 frozen",
     ):
         assert text in str(cuda)
@@ -200,68 +192,8 @@ def test_each_parameter_counts_once() -> None:
     assert estimate.notes == (
         "loss=None: the estimate uses the sum of the outputs as the loss",
         "optimizer=None: the estimate uses AdamW",
+        "the temporary memory of operations on the CPU was measured in a step of 2 samples",
     )
-
-
-def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
-    parts = samples_of((1000,), "float32", "input"), samples_of((1000,), "float32", "output")
-    model = nn.Sequential(nn.Linear(1000, 1000), nn.Dropout(0.5))
-    cpu, cuda = (
-        StepEstimator(model, *parts, loss=nn.functional.l1_loss, device=device).at(10_000)
-        for device in ("cpu", "cuda")
-    )
-    assert cpu.breakdown["activations"] - cuda.breakdown["activations"] == pytest.approx(
-        3 * 10_000 * 1000, rel=0.01
-    )
-    assert torch.nn.functional.dropout.__module__ == "torch.nn.functional"
-
-    class Attends(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
-
-    model = nn.Sequential(nn.Linear(64, 64), Attends())
-    parts = (
-        samples_of((8, 1024, 64), "float32", "input"),
-        samples_of((8, 1024, 64), "float32", "output"),
-    )
-    estimate = StepEstimator(model, *parts, loss=nn.functional.mse_loss).at(4)
-    assert estimate.allocated_bytes < 4 * 8 * 1024 * 1024 * 4
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "confidence", "said"),
-    [
-        (
-            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)),
-            (3, 8, 8),
-            "close",
-            "Conv2d: the workspace of convolutions",
-        ),
-        (
-            lambda: Recurrent(),
-            (5, 3),
-            "low",
-            "LSTM: CUDA kernels keep an unknown amount of memory; run probe()",
-        ),
-    ],
-)
-def test_unpredictable_parts_are_noted(
-    model: Any, shape: tuple[int, ...], confidence: str, said: str
-) -> None:
-    estimate = StepEstimator(
-        model, samples_of(shape, "float32", "input"), None, optimizer=torch.optim.SGD
-    ).at(2)
-    assert estimate.confidence == confidence
-    assert any(note.startswith(said) for note in estimate.notes)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(3, 4, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
 
 
 class Looks(nn.Module):
@@ -280,7 +212,7 @@ class Looks(nn.Module):
 def test_models_that_cannot_be_predicted_are_refused(model: Any, shape: tuple[int, ...]) -> None:
     with pytest.raises(
         errors.EstimateError,
-        match=rf"the step cannot be predicted: .*inputs \(2, {shape[0]}\) float32, .* Config.probe",
+        match=rf"the step cannot be predicted: .*inputs \(2, {shape[0]}\) float32, .* measures st",
     ):
         StepEstimator(model, samples_of(shape, "float32", "input"), None).at(2)
 
@@ -386,18 +318,7 @@ def test_tensors_that_are_plain_attributes() -> None:
     # After this call the model keeps a tensor of a graph.
     model(torch.zeros(2, 5))
     estimate = StepEstimator(model, samples_of((5,), "float32", "input"), None).at(4)
-    assert estimate.allocated_bytes > 0
-
-
-def test_other_threads_compute_as_usual() -> None:
-    x = torch.ones(4, 1000)
-    with as_on_cuda():
-        assert (torch.nn.functional.dropout(x, 0.5) == 0).any()
-        torch.manual_seed(0)
-        one = nn.functional.scaled_dot_product_attention(
-            x[:, None], x[:, None], x[:, None], dropout_p=0.999
-        )
-    assert (one == 0).any()
+    assert estimate.nbytes > 0
 
 
 @pytest.mark.parametrize(
