@@ -119,6 +119,10 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__([nn.Parameter(torch.empty(0, device="cpu"))], self.inner.defaults)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
+        # For each table, its group and the place of its parameter there.
+        every = self.inner.param_groups
+        places = ((group, i) for group in every for i in range(len(group["params"])))
+        self._places = dict(zip(self.tables, places, strict=True))
 
     def __repr__(self) -> str:
         return f"RowOptimizer({self.inner!r})"
@@ -344,9 +348,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _set_group_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put one parameter for each table into the groups, in the order of the tables."""
-        remaining = iter(parameters)
-        for group in self.param_groups:
-            group["params"] = [next(remaining) for _ in group["params"]]
+        for (group, place), parameter in zip(self._places.values(), parameters, strict=True):
+            group["params"][place] = parameter
 
     def _switch(
         self,
@@ -367,7 +370,8 @@ class RowOptimizer(torch.optim.Optimizer):
             states[weight] = next_state
         earlier = state.weight
         state.switch(weight, lent)
-        self._set_group_parameters([other.lent for other in self.tables.values()])
+        group, place = self._places[table]
+        group["params"][place] = lent
         if earlier is not weight:
             states.pop(earlier, None)
         if len(states) > len(self.tables):
