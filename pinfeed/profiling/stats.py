@@ -61,8 +61,8 @@ class FeederStats:
             queues its work. A timeline shows the time of that work.
         copy_wait_s: Time in which reader threads waited for copies of earlier batches, summed over
             the threads.
-        write_s: Time in which the writer thread wrote rows back. It is 0 for tables whose rows a GPU
-            writes itself; a timeline has these writes.
+        write_s: Time in which the writer thread wrote rows back; 0 for tables whose rows a GPU
+            writes itself. A timeline has these writes.
         late: Batches that were not ready when the loop requested them.
         cache_lookups: Distinct rows per batch of tables with a cache on the device, summed over the
             batches.
