@@ -172,17 +172,19 @@ class ComparedDraws:
         """Note the rows that a batch shares with earlier ones, and the rows that repeat."""
         if self._recent is None or not batch.groups:
             return
-        batch.shared, repeated = self._recent.add(
+        batch.shared, repeated, unread = self._recent.add(
             self._first + turn,
             [group.rows for group in batch.groups],
             [group.written for group in batch.groups],
             self._writer.log.pending_batches(),
         )
         if self._finds_unread:
-            # Otherwise the rows are gathered by the indices of all of them.
+            # Other rows are gathered by the row indices that the batch has.
             batch.groups = [
-                group._replace(unread=unread) if len(unread) < len(group.rows) else group
-                for group, unread in zip(batch.groups, batch.shared.unread, strict=True)
+                group
+                if group.is_frozen or len(found) == len(group.rows)
+                else group._replace(unread=found)
+                for group, found in zip(batch.groups, unread, strict=True)
             ]
             return
         pairs = zip(batch.groups, repeated, strict=True)

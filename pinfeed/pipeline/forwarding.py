@@ -64,8 +64,6 @@ class SharedRows:
     """Positions of the rows in the batches. The ranges of ``overlaps`` divide this array."""
     overlaps: Sequence[Mapping[int, Overlap]]
     """For each group of rows, the overlap with each earlier batch, by its number."""
-    unread: Sequence[RowPlaces]
-    """For each group, the rows that no earlier batch has; empty if they were not wanted."""
 
 
 @dataclass

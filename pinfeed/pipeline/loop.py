@@ -281,7 +281,7 @@ class Loop:
         """Queue writes of all rows that only the device has, because the program ends first."""
         try:
             if self.writes is not None:
-                self.writes.flush()
+                self.writes.save()
         except Exception:
             logger.exception("rows on the device could not be written at program exit")
 

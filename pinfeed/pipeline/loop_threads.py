@@ -106,8 +106,8 @@ class LoopThreads:
                 self._writer = self._device.worker("pinfeed-write")
             return self._writer.submit(self._write, self._named("write", batch, fn), *args)
 
-    def queue_write(self, fn: Callable[..., object], *args: Any) -> bool:
-        """Call ``fn(*args)``, which queues a write on the device.
+    def queue_write(self, batch: int, fn: Callable[..., object], *args: Any) -> bool:
+        """Call ``fn(*args)``, which queues a write of a batch on the device.
 
         Returns:
             False if a signal handler has closed the feeder in the meantime.
@@ -117,7 +117,7 @@ class LoopThreads:
         """
         with self._joining:
             self._require_writers()
-            fn(*args)
+            self._named("write", batch, fn)(*args)
             return not self._are_writers_joined
 
     def open_row_writer(self, make: Callable[[], RowWriter]) -> RowWriter:

@@ -77,7 +77,7 @@ class RecentRows:
         gathered: Sequence[Rows],
         written: Sequence[Rows],
         pending: Collection[int],
-    ) -> tuple[SharedRows, list[int | None]]:
+    ) -> tuple[SharedRows, list[int | None], list[RowPlaces]]:
         """Add a batch, and find its rows in earlier batches that may be written later.
 
         These are the ``n_ahead`` previous batches, and the batches in ``pending``. A batch in which
@@ -92,7 +92,8 @@ class RecentRows:
             pending: Numbers of batches with writes that are not completed.
 
         Returns:
-            The shared rows, and for each group a gathered row that occurs twice, or None.
+            The shared rows; for each group a gathered row that occurs twice, or None; and for each
+            group the rows that no earlier batch has, if the constructor was told to find them.
         """
         if not self._groups:
             self._groups = [{} for _ in gathered]
@@ -117,7 +118,7 @@ class RecentRows:
             if self._n_ahead and kept.repeated is None:
                 recent[number] = kept
         positions = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return SharedRows(positions, overlaps, unread), repeated
+        return SharedRows(positions, overlaps), repeated, unread
 
 
 def _overlaps(numbers: Sequence[int], counts: Sequence[int], begin: int) -> dict[int, Overlap]:

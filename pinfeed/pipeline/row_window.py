@@ -37,6 +37,7 @@ stream makes the new one wait for the step, as torch demands, so rows in flight 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -51,17 +52,21 @@ from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites
 from pinfeed.stores.store import Store
 
+_ENDED = "the loop has ended, and its batches with it; begin another loop"
+
 
 @dataclass(eq=False)
 class _InFlight:
     """A batch that the loop has received, and whose rows may be in flight."""
 
+    stream: Stream
+    """Stream of the consumer when the batch was lent."""
     indices: Sequence[Tensor]
     """For each group, its row indices on the device."""
     values: Sequence[list[Tensor]]
     """For each group, the newest values of its rows, one tensor for each store."""
-    streams: set[Stream]
-    """Streams of the consumer in which they were computed."""
+    changed: list[set[int]]
+    """For each group, the positions of the stores that were written."""
     written: Event | None = None
     """Event after the last write of the batch; None if it has not changed."""
 
@@ -79,7 +84,8 @@ class RowWindow:
         self.counters = transfer.counters
         self.device = transfer.device
         self.reserve = transfer.reserve
-        self.fill = transfer.fill
+        # Another feeder on the device may choose another route meanwhile.
+        self.fill = functools.partial(transfer.fill, reads_rows=True)
         self._depth = depth
         self._read = transfer.read_stream
         self._write = transfer.write_stream
@@ -108,7 +114,8 @@ class RowWindow:
             self._forward(batch, positions, values, compute)
         self._free(slot.number - self._depth - 1, compute)
         indices = [tensors[group.ids_part] for group in groups if group.ids_part is not None]
-        self._batches[slot.number] = _InFlight(indices, values, {compute})
+        changed: list[set[int]] = [set() for _ in groups]
+        self._batches[slot.number] = _InFlight(compute, indices, values, changed)
         return lent
 
     def write(
@@ -124,27 +131,24 @@ class RowWindow:
             values: Values for each store; None leaves a store, or a whole group, unchanged.
             number: Number of the batch.
         """
-        batch = self._batches[number]
+        batch = self._batch(number)
         compute = self.device.current_stream()
-        batch.streams.add(compute)
-        changed: list[list[tuple[Store, Tensor]]] = []
-        for group, newest, tensors in zip(groups, batch.values, values, strict=True):
-            changed.append([])
+        stored: list[list[tuple[Store, Tensor]]] = [[] for _ in groups]
+        for g, tensors in enumerate(values):
             for i, tensor in enumerate(tensors or ()):
                 if tensor is not None:
                     # The program may have changed its stream since it allocated this.
                     self.device.share(tensor, compute)
-                    newest[i] = tensor
-                    changed[-1].append((group.stores[i], tensor))
+                    batch.values[g][i] = tensor
+                    batch.changed[g].add(i)
+                    stored[g].append((groups[g].stores[i], tensor))
         timeline = self.counters.timeline
         self._write.wait(compute.record())  # the values may not be computed yet
         begun = None if timeline is None else self._write.record(timed=True)
-        try:
-            for group, stored, indices in zip(groups, changed, batch.indices, strict=True):
-                if stored and len(group.rows):
-                    self.device.write(stored, group.rows, self._write, indices)
-        finally:
-            batch.written = self._write.record(timed=begun is not None)
+        for group, pairs, indices in zip(groups, stored, batch.indices, strict=True):
+            if pairs and len(group.rows):
+                self.device.write(pairs, group.rows, self._write, indices)
+        batch.written = self._write.record(timed=begun is not None)
         if timeline is not None and begun is not None:
             timeline.add_timed("write", number, begun, batch.written)
 
@@ -172,21 +176,47 @@ class RowWindow:
         every = [overlap for each in batch.shared.overlaps for overlap in each.values()]
         sizes = [shared.n_rows for overlap in every for shared in overlap for _ in range(2)]
         ranges = iter(self.device.split(positions, sizes))
-        copies = []
+        copies: list[RowCopy] = []
+        frozen: list[list[RowCopy]] = []
         for g, overlaps in enumerate(batch.shared.overlaps):
             for number in overlaps:
-                earlier = self._batches[number]
-                into, taken, _, _ = itertools.islice(ranges, 4)
-                copies += [
-                    RowCopy(source, target, taken, into)
-                    for source, target in zip(earlier.values[g], values[g], strict=True)
-                ]
+                earlier = self._batch(number)
+                self._share(earlier, compute)
+                pairs = list(zip(earlier.values[g], values[g], strict=True))
+                into, taken, hidden_into, hidden = itertools.islice(ranges, 4)
+                if not batch.groups[g].is_frozen:
+                    copies += [RowCopy(*pair, taken, into) for pair in pairs]
+                    continue
+                # All rows were gathered. Those that the program has written are newer, also if a
+                # batch has them that has not.
+                frozen.append([])
+                for pair in map(pairs.__getitem__, earlier.changed[g]):
+                    frozen[-1] += RowCopy(*pair, taken, into), RowCopy(*pair, hidden, hidden_into)
         self.device.copy_rows(copies, compute)
+        # The newest batch comes first, and its rows last.
+        for of_batch in reversed(frozen):
+            self.device.copy_rows(of_batch, compute)
+
+    def _batch(self, number: int) -> _InFlight:
+        """Return a batch that was lent.
+
+        Raises:
+            ClosedError: If the loop has ended, for example in a signal handler.
+        """
+        try:
+            return self._batches[number]
+        except KeyError:
+            raise ClosedError(_ENDED) from None
 
     def _free(self, number: int, compute: Stream) -> None:
         """Free the memory of a batch, if it was lent. A wait for its write was queued before."""
         batch = self._batches.pop(number, None)
-        if batch is not None and batch.streams != {compute}:
+        if batch is not None:
+            self._share(batch, compute)
+
+    def _share(self, batch: _InFlight, compute: Stream) -> None:
+        """Share the memory of a batch with a stream, if the loop has changed to it."""
+        if batch.stream != compute:
             for tensor in (*batch.indices, *itertools.chain.from_iterable(batch.values)):
                 self.device.share(tensor, compute)
 
@@ -222,7 +252,7 @@ class WindowWrites(LoopWrites):
         if self._has_failed:
             return
         try:
-            if not self._threads.queue_write(self._window.write, groups, values, batch):
+            if not self._threads.queue_write(batch, self._window.write, groups, values, batch):
                 # The memory of the loop is freed next.
                 self._window.finish()
         except ClosedError:
@@ -233,10 +263,8 @@ class WindowWrites(LoopWrites):
     def check(self) -> None:
         self._raise_noted(is_over=not self._threads.has_ended)
 
-    def flush(self, *, is_last: bool = False) -> None:
-        if not is_last:
-            # The program ends next. Otherwise ``finish`` comes next.
-            self.finish()
+    def save(self) -> None:
+        self.finish()
 
     def finish(self) -> None:
         counters = self._window.counters

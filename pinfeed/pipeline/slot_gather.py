@@ -69,13 +69,21 @@ class SlotGather:
         """Batches of a full slot."""
         self._last: tuple[list[BatchPart], RowLayout] | None = None
 
-    def gather(self, slot: DeviceSlot, batch: HostBatch) -> Gathered:
-        """Read the staged parts of a batch (reader)."""
+    def gather(self, slot: DeviceSlot, batch: HostBatch, *, reads_rows: bool) -> Gathered:
+        """Read the staged parts of a batch (reader).
+
+        Args:
+            slot: The slot.
+            batch: The batch.
+            reads_rows: Whether the device reads all rows of groups itself.
+        """
         device = self._device
         parts = list(batch.all_parts())
         n_batch = len(parts)
         adopted = [i for i, part in enumerate(parts) if device.adopts(part)]
         direct = {i for i, part in enumerate(parts) if device.reaches(part)}.difference(adopted)
+        if reads_rows:
+            direct.update(i for group in batch.groups for i in group.parts)
         reads = self._reads(batch, parts, direct)
         sizes = {
             i: BatchPart.of(tuple(part.shape), part.dtype)
@@ -120,7 +128,7 @@ class SlotGather:
         """
         found = []
         for g, group in enumerate(batch.groups):
-            own = [i for i in range(group.first, group.first + len(group.stores)) if i in direct]
+            own = [i for i in group.parts if i in direct]
             if not own:
                 continue
             index_part = group.ids_part

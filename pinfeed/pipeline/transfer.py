@@ -258,13 +258,16 @@ class Transfer(Writer):
         if self._lent is not None:
             self._record_device_span(self._asked)
 
-    def fill(self, slot: DeviceSlot, batch: HostBatch, number: int) -> DeviceSlot:
+    def fill(
+        self, slot: DeviceSlot, batch: HostBatch, number: int, *, reads_rows: bool = False
+    ) -> DeviceSlot:
         """Gather a batch into staging memory (reader; one thread per slot).
 
         Args:
             slot: Reserved slot.
             batch: Batch to gather.
             number: Number of the batch, or of the first of several batches.
+            reads_rows: Whether the device reads all rows itself, whatever its present route.
 
         Raises:
             Cancelled: If ``stop`` was called.
@@ -276,7 +279,7 @@ class Transfer(Writer):
         slot.seen = self.log.completed
         start = self.counters.now()
         slot.copy_wait_s = start - slot.source_done_s
-        slot.gathered = self._gather.gather(slot, batch)
+        slot.gathered = self._gather.gather(slot, batch, reads_rows=reads_rows)
         slot.ready_s = self.counters.now()
         slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - start
         return slot

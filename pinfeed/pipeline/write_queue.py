@@ -76,6 +76,10 @@ class LoopWrites:
             is_last: Whether the loop is ending, after which no row may change.
         """
 
+    def save(self) -> None:
+        """Queue writes of all rows that only the device has, because the program ends next."""
+        self.flush()
+
     def drain(self) -> None:
         """Wait until all values so far are in their stores, and raise the error of a write-back."""
         self.flush()

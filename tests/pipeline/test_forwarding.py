@@ -145,7 +145,7 @@ class Loop:
 
     def gather(self, number: int, rows: np.ndarray) -> None:
         scaled = [rows * self.scale]
-        shared, (repeated,) = self.recent.add(number, scaled, scaled, self.log.pending_batches())
+        shared, (repeated,), _ = self.recent.add(number, scaled, scaled, self.log.pending_batches())
         assert (repeated is not None) == (len(set(rows.tolist())) < len(rows))
         if repeated is not None:
             assert rows.tolist().count(repeated // self.scale) > 1

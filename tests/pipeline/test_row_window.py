@@ -4,6 +4,8 @@
 Here are mistakes that are no waits, each of which some schedule shows, and errors.
 """
 
+import contextlib
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -152,7 +154,7 @@ def test_memory_of_a_stream_that_the_loop_has_left(
     for make in (*SCHEDULES, worst):
         device = SimTorchDevice(make(), direct=True)
         np.testing.assert_array_equal(trained_beside_other_work(device, leaves=leaves), expected)
-    name = "_free" if leaves else "write"
+    name = "_share" if leaves else "write"
     own = getattr(RowWindow, name)
 
     def unshared(self: RowWindow, *args: Any) -> None:
@@ -184,14 +186,19 @@ def ids_of(batch: int) -> list[int]:
     return [batch % 7, 5, (3 * batch + 1) % 7]
 
 
-def two_tables(device: Any) -> tuple[Any, list[np.ndarray], Callable[[Any], None]]:
+def two_tables(device: Any, **options: Any) -> tuple[Any, list[np.ndarray], Callable[[Any], None]]:
     """Return a loop over two tables, their rows, and a training step."""
     starts = [np.ones((9, 2), np.float32), np.ones((7, 3), np.float32)]
     tables = [HostEmbedding(*start.shape, store=ArrayStore(start)) for start in starts]
     optimizer = RowOptimizer(torch.optim.SGD, tables, lr=0.1)
     ids = [torch.tensor(ids_of(i)) for i in range(9)]
     loop = train_rows(
-        ids, dict.fromkeys(tables, lambda ids: ids), optimizer=optimizer, device=device, depth=2
+        ids,
+        dict.fromkeys(tables, lambda ids: ids),
+        optimizer=optimizer,
+        device=device,
+        depth=2,
+        **options,
     )
 
     def step(batch: Any) -> None:
@@ -271,3 +278,147 @@ def test_rows_in_flight_are_not_read() -> None:
     ]
     expected = sum(len(own - set().union(*rows[max(0, i - 2) : i])) for i, own in enumerate(rows))
     assert n_read == 2 * expected
+
+
+class Program:
+    """A loop over a trained and a frozen table, whose steps do something in addition."""
+
+    def __init__(
+        self, does: str, *, is_evaluated: bool = False, cache: float | None = None
+    ) -> None:
+        self.does = does
+        starts = [np.arange(48, dtype=np.float32).reshape(16, 3) for _ in range(2)]
+        self.starts = starts
+        self.trained, self.frozen = (
+            HostEmbedding(16, 3, store=ArrayStore(start), device_cache=cache) for start in starts
+        )
+        self.frozen.requires_grad_(False)
+        made: Any = torch.optim.SGD
+        self.optimizer = RowOptimizer(made, [self.trained], lr=0.1, momentum=0.5)
+        self.ids = [torch.tensor([[1, 3, 11], [5, 8], [1, 3, 11, 5]][i % 3]) for i in range(9)]
+        self.is_evaluated = is_evaluated
+
+    def step(self, i: int, ids: torch.Tensor) -> torch.Tensor:
+        trained = self.trained
+        if self.is_evaluated:
+            trained.eval()
+        loss = trained(ids).pow(2).sum() + self.frozen(ids).sum()
+        if i % 3 != 1 and not self.is_evaluated:
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        elif self.does == "changes state":
+            for state in self.optimizer.state.values():
+                state["momentum_buffer"].mul_(3)
+        elif self.does == "changes data":
+            trained.weight.data.add_(1)
+        elif self.does == "changes frozen rows":
+            with torch.no_grad():
+                self.frozen.weight.add_(1)
+        elif self.does == "changes frozen data":
+            self.frozen.weight.data.add_(1)
+        return loss.detach()
+
+    def run(self, device: Any, depth: int, between: Callable[[int], object] = {}.get) -> list[Any]:
+        """Return all losses, and the rows after the loop."""
+        is_simulated = isinstance(device, SimTorchDevice)
+        tables: Any = dict.fromkeys((self.trained, self.frozen), lambda ids: ids)
+        loop = train_rows(self.ids, tables, optimizer=self.optimizer, device=device, depth=depth)
+        losses = []
+        with device.factories() if is_simulated else contextlib.nullcontext():
+            for i, ids in enumerate(loop):
+                losses.append(self.step(i, ids))
+                if between(i):
+                    break
+            if is_simulated:
+                losses = [device.host(loss) for loss in losses]
+        return [[loss.item() for loss in losses], *(start.tolist() for start in self.starts)]
+
+
+DOES_MORE = (
+    "changes state",
+    "changes data",
+    "changes frozen rows",
+    "changes frozen data",
+)
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+@pytest.mark.parametrize("does", DOES_MORE)
+def test_changes_without_a_step(does: str, is_evaluated: bool) -> None:
+    """Recorded changes of frozen rows count, and so do those of weights and state in any mode."""
+    expected = Program(does, is_evaluated=is_evaluated).run("cpu", 0)
+    for depth, direct, make in itertools.product((0, 1, 2, 3), (True, False), SCHEDULES[:5]):
+        found = Program(does, is_evaluated=is_evaluated).run(
+            SimTorchDevice(make(), direct=direct), depth
+        )
+        assert found == expected, (depth, direct)
+    assert Program(does, is_evaluated=is_evaluated).run("cpu", 2) == expected
+    cached = Program(does, is_evaluated=is_evaluated, cache=0.5)
+    assert cached.run(SimTorchDevice(lazy), 2) == expected
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_route_changes_in_a_loop(direct: bool) -> None:
+    """Another feeder on the same device object may choose another route."""
+    expected = Program("nothing").run("cpu", 0)
+    for depth, make in itertools.product((0, 1, 2), SCHEDULES):
+        device = SimTorchDevice(make(), direct=direct)
+
+        def change(i: int, device: Any = device) -> None:
+            device._direct = direct if i < 3 else not direct
+
+        assert Program("nothing").run(device, depth, change) == expected
+
+
+def test_memory_that_a_loop_frees_in_another_stream() -> None:
+    """Rows in flight are copied in the stream to which the loop has changed, and then it ends."""
+    for make in (*SCHEDULES, partial(favour, "compute", "pinfeed-read")):
+        device = SimTorchDevice(make(), direct=True)
+
+        def change(i: int, device: Any = device) -> bool:
+            if i == 1:
+                switch(device, "another")
+            elif i == 2:
+                other_work(device, "compute")
+            return i == 2
+
+        expected = Program("nothing", is_evaluated=True).run("cpu", 0, lambda i: i == 2)
+        assert Program("nothing", is_evaluated=True).run(device, 2, change) == expected
+
+
+def test_after_a_failed_flush_nothing_is_written() -> None:
+    device = Failing(3, partial(fails_with, OSError("no write")))
+    loop, starts, step = two_tables(device)
+    with device.factories():
+        for i, batch in enumerate(loop):
+            step(batch)
+            if i:
+                with pytest.raises(OSError, match="no write"):
+                    loop.flush_writes()
+                break
+    for start, expected in zip(starts, rows_after(1), strict=True):
+        np.testing.assert_array_equal(start, expected)
+
+
+def test_a_loop_that_has_ended_keeps_no_memory() -> None:
+    device = SimTorchDevice(lazy, direct=True)
+    loop, _, step = two_tables(device)
+    with device.factories():
+        for batch in loop:
+            step(batch)
+        del batch
+    device.drain()
+    gc.collect()
+    assert device.allocated_bytes == 0
+    loop.close()
+
+
+def test_a_timeline_has_the_writes_of_a_window() -> None:
+    device = SimTorchDevice(randomly(1), direct=True)
+    loop, _, step = two_tables(device, timeline=True)
+    with device.factories():
+        for batch in loop:
+            step(batch)
+    assert device.names.count("pinfeed write 3") == 1
+    assert {span.batch for span in loop.timeline.spans if span.lane == "write"} == set(range(9))

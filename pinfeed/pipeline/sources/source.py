@@ -60,8 +60,8 @@ class RowGroup(NamedTuple):
     """Index of a part of the batch with the row indices; None if there is none."""
     unread: npt.NDArray[np.int32] | None = None
     """The rows to gather, each with its place, shape (m, 2); None for all rows."""
-    may_change: bool = True
-    """Whether the rows may be written."""
+    is_frozen: bool = False
+    """Whether no optimizer changes the rows. The program may still write them directly."""
 
     @property
     def batch_rows(self) -> Rows:
@@ -71,9 +71,12 @@ class RowGroup(NamedTuple):
     @property
     def written(self) -> Rows:
         """Indices of the rows that the batch may write."""
-        if not self.may_change:
-            return self.rows[:0]
         return self.rows if self.cached is None else self.cached.written
+
+    @property
+    def parts(self) -> range:
+        """Indices of the parts of the batch with these rows."""
+        return range(self.first, self.first + len(self.stores))
 
     def cut(self, begin: int, end: int) -> RowGroup:
         """Return rows [begin, end) of the group, without indices on the device."""

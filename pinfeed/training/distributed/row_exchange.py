@@ -227,7 +227,7 @@ class ChangingRows:
             cached = self._cache.decide(rows)
             # The values of rows that leave the cache are written after the batch.
             written = np.concatenate([rows, cached.evicted])
-        shared, _ = self._recent.add(next(self._numbers), [rows], [written], ())
+        shared, *_ = self._recent.add(next(self._numbers), [rows], [written], ())
         for latest, _ in shared.overlaps[0].values():
             found[shared.positions[slice(*latest.later)]] = True
         return found, cached

@@ -291,7 +291,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 own[key] = value.to(weight.device)
 
     def changed(self, table: HostEmbedding) -> list[torch.Tensor | None] | None:
-        """Return row-wise state of the current batch after a step; None without a step.
+        """Return row-wise state of the current batch; None if nothing has changed it.
 
         State that the optimizer does not keep yet is None in the list.
 
@@ -300,7 +300,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 show.
         """
         state = self.tables[table]
-        if not state.is_stepped:
+        if not state.is_changed:
             return None
         return state.changed_rows(self._state_of(state), type(self.inner).__name__)
 
@@ -369,7 +369,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if next_state:
             states[weight] = next_state
         earlier = state.weight
-        state.switch(weight, lent)
+        state.switch(weight, lent, rows)
         group, place = self._places[table]
         group["params"][place] = lent
         if earlier is not weight:

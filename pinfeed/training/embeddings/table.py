@@ -290,7 +290,8 @@ class HostEmbedding(nn.Module):
                 f"{self.name} has rows on the device only inside a loop over train_rows or "
                 "read_rows; outside, use read(ids) or store"
             )
-        lent.may_be_trained |= self.training
+        # The program may change its data, in any mode.
+        lent.may_be_trained = True
         return lent
 
     def requires_grad_(self, requires_grad: bool = True) -> HostEmbedding:

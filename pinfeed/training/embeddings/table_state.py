@@ -18,7 +18,7 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores import NpyStore, PinnedStore, Store
 from pinfeed.stores.npy_store import open_created
 from pinfeed.stores.overlap import share_rows
-from pinfeed.tensors.numpy_torch import NUMPY, TORCH
+from pinfeed.tensors.numpy_torch import NUMPY, TORCH, version_of
 from pinfeed.training.embeddings.optimizer_state import RowState, StateLayout
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_file import row_chunks
@@ -60,7 +60,13 @@ class TableState:
         """Whether the batch got gradients after its last step, including dropped gradients."""
 
         self._row_keys = {row.key for row in layout.rows}
-        self._note_gradients_of(self.no_weight)
+        # Row-wise state of the batch, with the versions that it began with.
+        self._bound: list[tuple[torch.Tensor, int]] = []
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a step, or the program directly, has changed row-wise state of the batch."""
+        return self.is_stepped or any(version_of(one) != number for one, number in self._bound)
 
     def whole_table_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a parameter's state that is not row-wise."""
@@ -79,12 +85,21 @@ class TableState:
                 found[row.key] = tensor
         return found
 
-    def switch(self, weight: nn.Parameter, lent: nn.Parameter) -> None:
-        """Continue with other rows. Gradients that no step has used become stale."""
+    def switch(
+        self, weight: nn.Parameter, lent: nn.Parameter, rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Continue with other rows. Gradients that no step has used become stale.
+
+        Args:
+            weight: The rows that the optimizer updates.
+            lent: The rows that the training step has.
+            rows: Their row-wise state.
+        """
         self.has_stale_gradients |= self.has_pending_gradients
         self.weight = weight
         self.lent = lent
         self.is_stepped = False
+        self._bound = [(tensor, version_of(tensor)) for tensor in rows]
         self.has_pending_gradients = False
         self.has_unused_gradients = False
         if lent is self.no_weight:
@@ -108,7 +123,7 @@ class TableState:
                 f"{optimizer} keeps state {sorted(unknown)}, "
                 "which it did not keep in its trial on a small table"
             )
-        self.is_initialized = True
+        self.is_initialized |= self.is_stepped
         values = [state.get(row.key) for row in self.layout.rows]
         for value, row in zip(values, self.layout.rows, strict=True):
             expected = (len(self.weight), *row.row_shape)

@@ -197,7 +197,7 @@ class TableRowSource(LoaderSource):
                 table.stores,
                 cached=one,
                 ids_part=len(parts) - 1 if rows is lookup.rows else None,
-                may_change=table.writes,
+                is_frozen=not table.trainable,
             )
             parts += [StoreRows(store, rows) for store in table.stores]
             parts += position_parts(lookup)
