@@ -331,6 +331,7 @@ class Program:
                 if between(i):
                     break
             if is_simulated:
+                other_work(device, "compute")
                 losses = [device.host(loss) for loss in losses]
         return [[loss.item() for loss in losses], *(start.tolist() for start in self.starts)]
 
@@ -379,8 +380,6 @@ def test_memory_that_a_loop_frees_in_another_stream() -> None:
         def change(i: int, device: Any = device) -> bool:
             if i == 1:
                 switch(device, "another")
-            elif i == 2:
-                other_work(device, "compute")
             return i == 2
 
         expected = Program("nothing", is_evaluated=True).run("cpu", 0, lambda i: i == 2)
