@@ -84,7 +84,7 @@ class RowWindow:
         self.counters = transfer.counters
         self.device = transfer.device
         self.reserve = transfer.reserve
-        # Another feeder on the device may choose another route meanwhile.
+        # Another feeder on the device may choose another route while the loop runs.
         self.fill = functools.partial(transfer.fill, reads_rows=True)
         self._depth = depth
         self._read = transfer.read_stream

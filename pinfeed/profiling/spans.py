@@ -29,7 +29,7 @@ Lane = Literal[
 - ``write_wait``: the training step waits until earlier rows are written back; a part of
   ``compute``.
 - ``device``: an asynchronous device does the work that the loop queued.
-- ``write``: the writer thread writes rows back.
+- ``write``: the writer thread, or the device itself, writes rows back.
 """
 
 LANES: tuple[Lane, ...] = get_args(Lane)
