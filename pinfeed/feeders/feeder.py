@@ -377,16 +377,14 @@ class Feeder(ResumableFeeder[T_co]):
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
         )
         if options.has_transforms:
-            schedule = _schedule_of_single_batches(schedule)
+            schedule = _schedule_of_single_batches(schedule, depth)
         schedule = options.in_threads(schedule, are_readers=False)
         # A loop that writes back prefetches single batches.
-        write_depth = schedule.depth if schedule.batches_per_slot == 1 else DEFAULT_DEPTH
-        n_batches = schedule.n_slots + 1 + n_held(write_depth)
+        single = _schedule_of_single_batches(schedule, depth)
+        n_batches = max(schedule.n_slots, single.n_slots) + 1 + n_held(single.depth)
         n_parts = len(tree.stores) + len(tree.ragged) + len(tree.parts_of_ragged)
         self._open_device(device, n_parts * n_batches)
-        self._schedule_with_writes = dataclasses.replace(
-            _schedule_of_single_batches(schedule), writes=True
-        )
+        self._schedule_with_writes = dataclasses.replace(single, writes=True)
         if depth is not None or not self._device.unified:
             return schedule
         # No copy to a device would hide the work that write-backs cost.
@@ -490,8 +488,14 @@ def _check_continuous(
     options.require_continuous(depth, reason)
 
 
-def _schedule_of_single_batches(schedule: PrefetchSchedule) -> PrefetchSchedule:
-    """Return a schedule that gathers each batch separately, and so prefetches fewer batches."""
+def _schedule_of_single_batches(schedule: PrefetchSchedule, depth: int | None) -> PrefetchSchedule:
+    """Return a schedule that gathers each batch separately.
+
+    Args:
+        schedule: Schedule that may gather small batches together.
+        depth: The user's choice; with None, fewer batches are prefetched.
+    """
     if schedule.batches_per_slot == 1:
         return schedule
-    return dataclasses.replace(schedule, depth=DEFAULT_DEPTH, batches_per_slot=1)
+    depth = DEFAULT_DEPTH if depth is None else depth
+    return dataclasses.replace(schedule, depth=depth, batches_per_slot=1)

@@ -15,7 +15,7 @@ from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
-from pinfeed.pipeline.schedule import choose_schedule
+from pinfeed.pipeline.schedule import single_batches
 from pinfeed.pipeline.sources.source import ArrayPart, BatchThunk, HostBatch, Source
 from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Array
@@ -187,7 +187,8 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         ]
         # Importance weights and numbers of transitions, and discounts.
         sizes += [4] * (source.ring.layout.window > 1) + [4, 8] * source.has_weights
-        schedule = choose_schedule(sum(sizes), batch_size, None, source.depth, is_ragged=False)
+        # Each batch is drawn ``depth`` requests ahead, so that batches share no slot.
+        schedule = single_batches(batch_size * sum(sizes), source.depth)
         device = self._open_device(device, n_spare=len(sizes) * (schedule.n_slots + 1))
         capacity = [batch_size * size for size in sizes]
         parts = [PartSize(size, size, is_staged=not device.unified) for size in capacity]

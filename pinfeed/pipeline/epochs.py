@@ -87,7 +87,9 @@ class EpochRunner:
         self._counters.counts.depth = schedule.depth
         self._stalls = StallMonitor(self._counters)
         self._transforms = transforms
-        self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
+        # A loop that writes may have the same depth with single batches.
+        n_slots = schedule.depth + 1
+        self._transfer = _mover(device, n_slots, capacity, self._counters, transforms)
         self.finish_step: Callable[[], object] | None = None
         """Function that the next run calls before it ends, to write the rows of its last batch."""
         self._active = ActiveRun()

@@ -14,6 +14,8 @@ _MAX_BATCHES_PER_SLOT = 8
 # The gather of a smaller slot takes less time than waking a second thread.
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
+# The loop uses the batches of one slot, the next one is full, and another one is filled.
+_LEAST_SLOTS = 3
 # An engine shares the cost of a slot among more batches, which are still in the last cache when the
 # loop uses them.
 _ENGINE_SLOT_BYTES = 2 << 20
@@ -132,8 +134,8 @@ def choose_schedule(
         row_nbytes: Bytes of a row of all stores together, on average.
         batch_size: Rows per batch, if ``config`` is None.
         config: Memory limits; they may contain the depth and the batch size.
-        depth: The user's choice. With None, the loop prefetches 2 batches, or four slots of small
-            batches.
+        depth: The user's choice, of which small batches fill at least three slots. With None, the
+            loop prefetches 2 batches, or four slots of small batches.
         is_ragged: Whether some rows differ in length.
     """
     if config is not None:
@@ -142,17 +144,25 @@ def choose_schedule(
     nbytes = (batch_size or 0) * row_nbytes
     batches_per_slot = 1
     # Batches that are gathered together are cut by rows, which ragged batches do not permit.
-    if nbytes and depth is None and not is_ragged:
+    if nbytes and not is_ragged:
         batches_per_slot = min(_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT)
     if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:
         batches_per_slot = min(batches_per_slot, config.cpu_memory_limit // 4 // (5 * nbytes))
     if depth is not None:
-        schedule = PrefetchSchedule(depth)
+        # With equal slots, the loop prefetches no more batches. Limits are for single batches.
+        most = 1 if config is not None else min(batches_per_slot, (depth + 1) // _LEAST_SLOTS)
+        each = (n for n in range(most, 1, -1) if not (depth + 1) % n)
+        schedule = PrefetchSchedule(depth, next(each, 1))
     elif batches_per_slot > 1:
         schedule = PrefetchSchedule(4 * batches_per_slot - 1, batches_per_slot)
     else:
         schedule = PrefetchSchedule(DEFAULT_DEPTH)
     return _with_readers(schedule, nbytes)
+
+
+def single_batches(nbytes: int, depth: int) -> PrefetchSchedule:
+    """Return the schedule of batches of ``nbytes`` that are gathered separately."""
+    return _with_readers(PrefetchSchedule(depth), nbytes)
 
 
 def _with_readers(schedule: PrefetchSchedule, nbytes: int) -> PrefetchSchedule:

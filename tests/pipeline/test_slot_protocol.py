@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.internals import mover_of
+from support.internals import mover_of, runner_of
 from support.schedules import corners, next_stream, randomly
 
 from pinfeed import ArrayStore, Feeder
@@ -90,3 +90,36 @@ def test_the_memory_of_later_batches_must_be_shared() -> None:
 
     every = itertools.product(CORNERS.values(), SWITCHES)
     assert any(fails(Forgetful(choose()), **kwargs) for choose, kwargs in every)
+
+
+@pytest.mark.parametrize(
+    ("depth", "n_batches", "n_slots"), [(2, 1, 3), (5, 2, 3), (6, 1, 7), (8, 3, 3), (23, 8, 3)]
+)
+def test_small_batches_of_a_depth_share_slots(depth: int, n_batches: int, n_slots: int) -> None:
+    """The slots are equal, and together prefetch as many batches as the depth says."""
+    rows = np.arange(4000.0).reshape(1000, 4)
+    for device in (SimDevice(), SimDevice(has_engine=True), "cpu"):
+        with Feeder(rows, batch_size=7, depth=depth, device=device) as feeder:
+            found = list(feeder)
+            mover = mover_of(feeder)
+            schedule = runner_of(feeder)._schedule
+            assert (schedule.batches_per_slot, schedule.n_slots) == (n_batches, n_slots)
+            assert schedule.n_slots * n_batches == depth + 1
+            assert feeder.plan.depth == depth
+            # Loops that write have the same depth, in single batches.
+            next(iter(feeder.batches()))
+            assert len(mover.slots) >= depth + 1
+        assert len(found) == 143
+
+
+@pytest.mark.parametrize("depth", [5, 8])
+def test_values_of_batches_that_share_slots(depth: int) -> None:
+    rows = np.arange(4000.0).reshape(1000, 4)
+    for has_engine in (False, True):
+        device = SimDevice(randomly(depth), has_engine=has_engine)
+        seen: list[np.ndarray] = []
+        with Feeder(rows, batch_size=7, depth=depth, device=device) as feeder:
+            for batch in feeder:
+                device.launch(lambda values: seen.append(values.copy()), batch)
+        device.drain()
+        np.testing.assert_array_equal(np.concatenate(seen), rows)
