@@ -120,6 +120,6 @@ def test_values_of_batches_that_share_slots(depth: int) -> None:
         seen: list[np.ndarray] = []
         with Feeder(rows, batch_size=7, depth=depth, device=device) as feeder:
             for batch in feeder:
-                device.launch(lambda values: seen.append(values.copy()), batch)
+                device.launch(lambda values, seen=seen: seen.append(values.copy()), batch)
         device.drain()
         np.testing.assert_array_equal(np.concatenate(seen), rows)
