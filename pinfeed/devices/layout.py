@@ -101,11 +101,18 @@ class RowLayout(NamedTuple):
     def staged_blocks(self, nbytes: int) -> list[tuple[int, int]]:
         """Return the range [begin, end) of each block in ``nbytes`` of staging memory.
 
-        The parts that the device reads itself come last, and may share a block with others.
+        The parts that the device reads itself come last, and may share a block with others. There
+        is no gap after the only part of a block.
         """
-        ends = list(itertools.accumulate(block.nbytes for block in self.blocks))
-        pairs = zip([0, *ends], ends, strict=False)
-        return [(begin, min(end, nbytes)) for begin, end in pairs if begin < min(end, nbytes)]
+        found = []
+        begin = 0
+        for block in self.blocks:
+            own = block.parts[0].nbytes if len(block.parts) == 1 else block.nbytes
+            if begin >= nbytes:
+                break
+            found.append((begin, min(begin + own, nbytes)))
+            begin += block.nbytes
+        return found
 
 
 def tensors_in_blocks(device: Any, layout: RowLayout, stream: Any) -> tuple[list[Any], list[Any]]:
@@ -138,11 +145,10 @@ def copy_blocks(
     for block, whole, (begin, end) in zip(
         layout.blocks, wholes, layout.staged_blocks(len(staged)), strict=False
     ):
-        source, part = staged[begin:end], block.parts[0]
         if len(block.parts) == 1:
-            source = source[: part.nbytes].view(part.dtype).reshape(part.shape)
-            device.copy(source, whole, side)
+            ((shape, dtype, _),) = block.parts
+            device.copy(staged[begin:end].view(dtype).reshape(shape), whole, side)
             continue
-        source = source.view(block.dtype)
+        source = staged[begin:end].view(block.dtype)
         device.copy(source, device.cut(whole, 0, len(source)), side)
     return begun, side.record(timed=timed)

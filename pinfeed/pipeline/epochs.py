@@ -87,9 +87,7 @@ class EpochRunner:
         self._counters.counts.depth = schedule.depth
         self._stalls = StallMonitor(self._counters)
         self._transforms = transforms
-        # A loop that writes may have the same depth with single batches.
-        n_slots = schedule.depth + 1
-        self._transfer = _mover(device, n_slots, capacity, self._counters, transforms)
+        self._transfer = _mover(device, capacity, self._counters, transforms)
         self.finish_step: Callable[[], object] | None = None
         """Function that the next run calls before it ends, to write the rows of its last batch."""
         self._active = ActiveRun()
@@ -433,13 +431,12 @@ class EpochRunner:
 
 def _mover(
     device: Any,
-    n_slots: int,
     capacity: Sequence[int],
     counters: Counters,
     transforms: LoopTransforms,
 ) -> Transfer | HostTransfer:
     """Return the mover of a device, with its slots."""
     if device.unified:
-        return HostTransfer(device, n_slots, capacity, counters)
+        return HostTransfer(device, capacity, counters)
     has_device_transform = transforms.device is not None
-    return Transfer(device, n_slots, capacity, counters, has_device_transform=has_device_transform)
+    return Transfer(device, capacity, counters, has_device_transform=has_device_transform)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import DeviceSlot, Slot
+from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch, failed_batch
 from pinfeed.profiling.spans import Lane
 
@@ -80,12 +80,14 @@ class Filler:
         except Exception as error:
             if batch.keeps_errors:
                 return self._fail(slot, batch, error, number)
-            n_batches = len(batch.batches)
-            n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
-            if n_good in (0, n_batches):
-                # Either the first batch failed, or all succeed now and the failed one is unknown.
+            if len(batch.batches) == 1:
                 raise
-            slot.error = error
+            n_good, slot.error = self._good(slot, batch, number)
+            if slot.error is None:
+                # All succeed now, so the failed one is unknown.
+                raise
+        if not n_good:
+            raise_kept(slot)
         return self._gather(slot, batch.cut(0, n_good), number)
 
     def _gather_one(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
@@ -104,14 +106,16 @@ class Filler:
         failed.state = batch.state
         return self._gather(slot, failed, number)
 
-    def _n_good(self, slot: Slot, batch: HostBatch, number: int) -> int:
-        """Return the number of batches before the first that cannot be gathered."""
+    def _good(self, slot: Slot, batch: HostBatch, number: int) -> tuple[int, Exception | None]:
+        """Return the number of batches before the first that cannot be gathered, and its error."""
         for i in range(len(batch.batches)):
             try:
                 self._gather(slot, batch.cut(i, i + 1), number + i)
-            except Exception:
-                return i
-        return len(batch.batches)
+            except Cancelled:
+                raise
+            except Exception as error:
+                return i, error
+        return len(batch.batches), None
 
 
 class TransformingFiller(Filler):

@@ -40,7 +40,6 @@ class HostTransfer:
 
     Args:
         device: Device on the host.
-        n_slots: Maximum number of slots.
         capacity: Bytes of each part of a full batch; empty if they are not known in advance.
         counters: Counters of the time that reading takes.
     """
@@ -52,15 +51,13 @@ class HostTransfer:
     lend = staticmethod(operator.attrgetter("batch_tensors"))
     """Returns the tensors of each of the batches in a slot (consumer)."""
 
-    def __init__(
-        self, device: HostDevice, n_slots: int, capacity: Sequence[int], counters: Counters
-    ) -> None:
+    def __init__(self, device: HostDevice, capacity: Sequence[int], counters: Counters) -> None:
         self.device = device
         self.counters = counters
         self._capacity = list(capacity)
         self._n_batches = 1
         self._places = _places(self._capacity, 1)
-        self.slots: list[Slot] = [Slot() for _ in range(n_slots)]
+        self.slots: list[Slot] = []
         self.active_slots: Sequence[Slot] = ()
         """Slots that the running loop uses."""
         self.is_stopping = False
@@ -71,6 +68,7 @@ class HostTransfer:
         self.is_stopping = False
         self._n_batches = schedule.batches_per_slot
         self._places = _places(self._capacity, self._n_batches)
+        self.slots += [Slot() for _ in range(schedule.n_slots - len(self.slots))]
         self.active_slots = self.slots[: schedule.n_slots]
         return self.active_slots
 
@@ -274,4 +272,4 @@ def rows_on_host(capacity: Sequence[int], n_batches: int) -> HostTransfer:
     from pinfeed.devices.cpu import HostDevice
 
     device = HostDevice(n_spare=n_batches * max(1, len(capacity)))
-    return HostTransfer(device, 0, capacity, Counters())
+    return HostTransfer(device, capacity, Counters())

@@ -165,7 +165,6 @@ class Transfer(Writer):
 
     Args:
         device: Device that batches are moved to.
-        n_slots: Maximum number of slots.
         capacity: Bytes of each part of a full batch; empty if they are not known in advance. The
             capacity grows with the batches that are moved.
         counters: Counters of the time that moving takes.
@@ -175,7 +174,6 @@ class Transfer(Writer):
     def __init__(
         self,
         device: Device,
-        n_slots: int,
         capacity: Sequence[int],
         counters: Counters,
         *,
@@ -190,7 +188,7 @@ class Transfer(Writer):
         self._transform = device.stream("transform") if has_device_transform else None
         self._memory = PartMemory(device, capacity)
         self._gather = SlotGather(device, self._memory, self.check_stop)
-        self.slots = [DeviceSlot() for _ in range(n_slots)]
+        self.slots: list[DeviceSlot] = []
         self._active_slots = self.slots
         # Two write-backs overlap, each with its own staging memory.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
@@ -215,6 +213,7 @@ class Transfer(Writer):
         self.log = WriteLog()
         self.is_stopping = False
         self._was_staged = False
+        self.slots += [DeviceSlot() for _ in range(schedule.n_slots - len(self.slots))]
         self._active_slots = self.slots[: schedule.n_slots]
         self._gather.batches_per_slot = schedule.batches_per_slot
         return self._active_slots

@@ -53,6 +53,11 @@ def test_parts_do_not_overlap(sizes: list[int]) -> None:
     tensors, wholes = device.empty_parts(found, device.current_stream())
     assert [tensor.shape for tensor in tensors] == [part.shape for part in parts]
     assert len(wholes) == len(found.blocks)
+    staged = found.staged_blocks(found.nbytes)
+    for (begin, end), whole, block in zip(staged, wholes, found.blocks, strict=False):
+        assert end - begin == whole._array.nbytes, "a copy ends where its tensor does"
+        assert end <= begin + block.nbytes
+    assert max((end for _, end in staged), default=0) >= max(ends, default=0)
     for i, tensor in enumerate(tensors):
         tensor._array.fill(i % 251)
     assert all((tensor._array == i % 251).all() for i, tensor in enumerate(tensors))

@@ -379,7 +379,7 @@ def test_copies_end_before_memory_of_a_failed_slot_is_freed(
     own: list[Any] = []
     with Feeder((ArrayStore(x), ArrayStore(y)), batch_size=size, device=device) as feeder:
         # Each of eight batches; the rows of the second one are refused.
-        assert len(mover_of(feeder).slots) == 4
+        assert runner_of(feeder)._schedule.n_slots == 4
         sizes = [n * size * 8 for n in (1, 3, 8)]
         with pytest.raises(RuntimeError, match="the copy is refused"):
             for i, (batch, _) in enumerate(feeder):
