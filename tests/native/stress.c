@@ -175,26 +175,35 @@ static void *loop_over_file(void *argument)
     return NULL;
 }
 
-/* Compares batches whose rows repeat, or do not ascend, with an earlier one that has every row. The
- * arrays of each batch end where their memory ends. */
+/* Compares batches whose rows repeat, or do not ascend, with an earlier one that has every row, and
+ * with one that has the lower half. The arrays of each batch end where their memory ends. */
 static void compare_batches(void)
 {
     enum { N = 1001, N_EARLIER = 500 };
-    int64_t given[N], sorted[N], every[N_EARLIER], counts[2];
+    int64_t given[N], sorted[N], every[N_EARLIER], counts[3];
     int32_t order[N], positions[N_EARLIER], found[2 * N];
     uint64_t spare[2 * N];
+    struct pf_pair pairs[N];
     for (int i = 0; i < N_EARLIER; i++) {
         every[i] = i;
         positions[i] = N_EARLIER - 1 - i;
     }
     const struct pf_sorted earlier = {every, positions, N_EARLIER};
+    const struct pf_sorted half = {every, positions, N_EARLIER / 2};
     for (int64_t n = 0; n <= N; n++) {
         int64_t *const rows = given + N - n;
         for (int64_t i = 0; i < n; i++)
             rows[i] = n & 1 ? i / 3 : 7 * (n - i) % N_EARLIER;
         const struct pf_sorted batch = {sorted + N - n, order + N - n, n};
-        pf_overlaps(rows, &batch, &earlier, 1, spare, found, counts);
-        if (counts[0] != n || counts[1])
+        struct pf_pair *const unread = pairs + N - n;
+        pf_overlaps(rows, &batch, &half, 1, spare, found, counts, unread);
+        if (counts[0] + counts[2] != n || counts[1])
+            abort();
+        for (int64_t i = 0; i < counts[2]; i++)
+            if (unread[i].row < N_EARLIER / 2 || rows[unread[i].place] != unread[i].row)
+                abort();
+        pf_overlaps(rows, &batch, &earlier, 1, spare, found, counts, NULL);
+        if (counts[0] != n || counts[1] || counts[2])
             abort();
         for (int64_t i = 0; i < n; i++)
             if (rows[found[i]] != N_EARLIER - 1 - found[n + i])
