@@ -127,12 +127,7 @@ def _fill_parts(
     moves, writer, open_writes = _write_parts(mover, source, schedule)
     opened = contextlib.ExitStack()
     thunks = _in_context(opened, source, thunks)
-    plain = _draws(mover, thunks, schedule, transforms)
-    draws: BatchDraws = plain
-    # Batches share no written rows without writes, or if every row of an epoch is distinct.
-    if writer is not None and schedule.writes and schedule.repeats:
-        in_window = isinstance(moves, RowWindow)
-        draws = ComparedDraws(plain, writer, first, schedule, finds_unread=in_window)
+    draws = _compared(_draws(mover, thunks, schedule, transforms), moves, writer, first, schedule)
     opened.callback(draws.close)
     filler = Filler(mover, draws, moves.fill, first, schedule)
     lend = moves.lend
@@ -395,6 +390,20 @@ def _draws(
     if host is not None or schedule.n_readers > 1:
         return SharedDraws(mover, thunks, schedule.n_readers, host)
     return Draws(mover, thunks)
+
+
+def _compared(
+    draws: Draws, moves: Any, writer: Writer | None, first: int, schedule: PrefetchSchedule
+) -> BatchDraws:
+    """Return draws that find the rows which batches share, if their values may be written."""
+    # Batches share no written rows without writes, or if every row of an epoch is distinct.
+    if writer is None or not (schedule.writes and schedule.repeats):
+        return draws
+    in_window = isinstance(moves, RowWindow)
+    # Nothing is in flight in an empty window.
+    if in_window and not schedule.depth:
+        return draws
+    return ComparedDraws(draws, writer, first, schedule, finds_unread=in_window)
 
 
 def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:

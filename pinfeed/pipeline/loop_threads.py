@@ -61,8 +61,8 @@ class LoopThreads:
         # Identifiers of the threads that have written rows back.
         self._writers: set[int] = set()
         # Another thread may close the feeder while the loop writes rows back. Without this lock, it
-        # could join the writer thread just before it starts for the write-back. A signal handler
-        # may close the feeder, too.
+        # could join the writer thread just before it starts for the write-back, or free memory that
+        # the device is about to write from. A signal handler may close the feeder, too.
         self._joining = threading.RLock()
         self._are_writers_joined = False
         # All threads that ``start_readers`` has started.

@@ -80,7 +80,7 @@ class RowWindow:
     """
 
     def __init__(self, transfer: Transfer, depth: int) -> None:
-        self.transfer = transfer
+        self._transfer = transfer
         self.counters = transfer.counters
         self.device = transfer.device
         self.reserve = transfer.reserve
@@ -98,14 +98,14 @@ class RowWindow:
         if slot.gathered is not None and last is not None and last.written is not None:
             # Earlier batches have waited for earlier writes.
             self._read.wait(last.written)  # the values may not be in the stores yet
-        self.transfer.queue(slot)
+        self._transfer.queue(slot)
 
     def lend(self, slot: DeviceSlot) -> deque[list[Tensor]]:
         """Return the tensors of the slot's batch with their newest values (consumer)."""
         batch = slot.batch
         assert batch is not None
         positions = slot.tensors[-1] if len(slot.tensors) > len(batch.parts) else None
-        lent = self.transfer.lend(slot)
+        lent = self._transfer.lend(slot)
         (tensors,) = lent
         compute = self.device.current_stream()
         groups = batch.groups
@@ -161,7 +161,7 @@ class RowWindow:
         """Wait for queued copies and release their memory (consumer)."""
         # An interrupt may have ended the last call of this.
         self.finish()
-        self.transfer.quiesce()
+        self._transfer.quiesce()
         self._batches = {}
 
     def _forward(

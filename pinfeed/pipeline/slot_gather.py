@@ -80,8 +80,9 @@ class SlotGather:
         device = self._device
         parts = list(batch.all_parts())
         n_batch = len(parts)
-        adopted = [i for i, part in enumerate(parts) if device.adopts(part)]
-        direct = {i for i, part in enumerate(parts) if device.reaches(part)}.difference(adopted)
+        adopted = {i for i, part in enumerate(parts) if device.adopts(part)}
+        # Only the user knows what an adopted value can be asked for.
+        direct = {i for i, part in enumerate(parts) if i not in adopted and device.reaches(part)}
         if reads_rows:
             direct.update(i for group in batch.groups for i in group.parts)
         reads = self._reads(batch, parts, direct)
@@ -105,11 +106,18 @@ class SlotGather:
             parts[i].read(out, self._check_stop)
         of_batch = [sizes[i].nbytes if i in sizes else 0 for i in range(len(batch.parts))]
         self._memory.learn(of_batch, len(batch.batches))
-        of_groups = {i for group in reads for i in group.parts}
-        others = sorted(direct - of_groups)
-        sources = [parts[i] for i in sorted(direct)]
-        counts = n_batch, sum(of_batch)
-        return Gathered(layout, order, staged, parts, *counts, sources, adopted, others, reads)
+        return Gathered(
+            layout=layout,
+            order=order,
+            staged=staged,
+            parts=parts,
+            n_batch=n_batch,
+            nbytes=sum(of_batch),
+            sources=[parts[i] for i in sorted(direct)],
+            adopted=sorted(adopted),
+            direct=sorted(direct.difference(*(group.parts for group in reads))),
+            reads=reads,
+        )
 
     def _full(self, sizes: Mapping[int, BatchPart], staged: Sequence[int]) -> int:
         """Return the bytes of the staged parts of a full slot."""

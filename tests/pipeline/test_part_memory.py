@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reader_functions import StagingDevice
 
 from pinfeed import ArrayStore, Feeder, wrap_loader
 from pinfeed.devices import layout
@@ -142,3 +143,26 @@ def test_the_bytes_of_a_batch_are_those_of_its_parts() -> None:
         for batch in feeder.batches():
             batch.write_back(batch.data)
         assert feeder.stats.bytes == 5 * 3 * 16
+
+
+class Own:
+    """An object of the user that moves itself, and can do nothing else."""
+
+    def to(self, device: Any) -> Any:
+        return self
+
+
+class Adopting(StagingDevice):
+    def adopts(self, part: Any) -> bool:
+        return isinstance(getattr(part, "host_value", None), Own)
+
+    def reaches(self, source: Any) -> bool:
+        return bool(source.host_value.is_pinned())
+
+
+def test_an_object_that_moves_itself_is_asked_for_nothing_else() -> None:
+    one = Own()
+    with wrap_loader([(one, torch.ones(3))], device=Adopting()) as feeder:
+        ((found, values),) = feeder
+    assert found is one
+    assert values.tolist() == [1, 1, 1]

@@ -103,6 +103,7 @@ class TableState:
         self.has_pending_gradients = False
         self.has_unused_gradients = False
         if lent is self.no_weight:
+            # Every pause between two batches has this parameter.
             lent.grad = None
         elif lent.requires_grad:
             self._note_gradients_of(lent)

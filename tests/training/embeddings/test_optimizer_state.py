@@ -252,3 +252,20 @@ def test_stores_of_state_are_checked() -> None:
     ):
         with pytest.raises(errors.StoreError, match="state 'exp_avg' of users: a store of shape"):
             RowOptimizer(Adam, [table], state=make)
+
+
+def test_nothing_of_a_batch_is_left_between_two_batches() -> None:
+    """Neither gradients of no rows, nor state that an interrupt left in the optimizer."""
+    table = HostEmbedding(8, 2)
+    optimizer = RowOptimizer(torch.optim.Adam, [table], lr=0.1)
+    (empty,) = optimizer.parameters()
+    empty.grad = torch.zeros_like(empty)
+    optimizer.inner.state[torch.nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
+    twice = [torch.tensor([1, 3])] * 2
+    for ids in train_rows(twice, {table: lambda ids: ids}, optimizer=optimizer, device="cpu"):
+        table(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.parameters() == [empty]
+    assert empty.grad is None
+    assert list(optimizer.inner.state) == [empty]
