@@ -12,8 +12,9 @@ device and back:
 
 - *first tenth*: rows to the device in the first tenth of the batches, with an empty cache and no
   counts
-- *late, in* and *late, out*: rows to the device and back in the last quarter of the batches
-- *all*: rows both ways in the whole loop, with the write-back of the cached rows at its end
+- *late*: rows to the device in the last quarter of the batches
+- *all*: rows to the device in the whole loop; as many come back, some of them at its end
+- *later*: the same in a second loop over the same batches
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tabulate import tabulate
 
 from benchmarks.environment import environment, save
 from examples import word2vec
-from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
+from pinfeed.pipeline.cache_policy import CachePolicy
 
 SHARES = (0.01, 0.05, 0.1)
 
@@ -108,36 +109,39 @@ STREAMS: list[tuple[Callable[[Size], Stream], int]] = [
 
 
 def figures(stream: Stream, capacity: int) -> Record:
-    """Run a loop over a stream, and return its figures.
+    """Run two loops over a stream, and return their figures.
 
     Raises:
-        AssertionError: If a row is lost, or if more rows are copied than without a cache.
+        AssertionError: If more rows are copied than without a cache.
     """
     policy = CachePolicy(stream.n_rows, capacity)
-    policy.begin()
     n = len(stream.batches)
-    n_in, n_out, cpu_ns = (np.zeros(n, np.int64) for _ in range(3))
-    for number, batch in enumerate(stream.batches):
-        rows = batch.astype(np.int64)
-        begin = time.thread_time_ns()
-        moves = CacheMoves(len(rows))
-        policy.decide(rows, moves)
-        cpu_ns[number] = time.thread_time_ns() - begin
-        n_in[number] = len(batch) - moves.n_hits
-        n_out[number] = n_in[number] - moves.n_admitted + moves.n_evicted
-    # A missed row is copied back once: when it is bypassed, when it is evicted, or at the end.
-    assert n_in.sum() == n_out.sum() + len(policy.rows_of_slots)
+    n_read, cpu_ns = counted(policy, stream)
     late = slice(n * 3 // 4, n)
     found = {
-        "first": link_share(stream, n_in, slice(0, n // 10)),
-        "late_in": link_share(stream, n_in, late),
-        "late_out": link_share(stream, n_out, late),
-        "loop": link_share(stream, n_in, slice(0, n)),
+        "first": link_share(stream, n_read, slice(0, n // 10)),
+        "late": link_share(stream, n_read, late),
+        "loop": link_share(stream, n_read, slice(0, n)),
+        "later": link_share(stream, counted(policy, stream)[0], slice(0, n)),
         "ns": float(np.median(cpu_ns[late])) / stream.n_ids,
         "nbytes": policy.nbytes,
     }
-    assert found["loop"] <= 1
+    assert max(found["loop"], found["later"]) <= 1
     return found
+
+
+def counted(policy: CachePolicy, stream: Stream) -> tuple[np.ndarray, np.ndarray]:
+    """Run a loop; return for each batch the rows to the device, and the time of the decision."""
+    policy.begin()
+    n_read, cpu_ns = (np.zeros(len(stream.batches), np.int64) for _ in range(2))
+    for number, batch in enumerate(stream.batches):
+        rows = batch.astype(np.int64)
+        begin = time.thread_time_ns()
+        moves = policy.decide(rows)
+        cpu_ns[number] = time.thread_time_ns() - begin
+        policy.note_done(moves)
+        n_read[number] = len(moves.gathered)
+    return n_read, cpu_ns
 
 
 def link_share(stream: Stream, n_rows: np.ndarray, batches: slice) -> float:
@@ -159,10 +163,10 @@ def report(records: list[Record]) -> str:
     """Return the figures as a table in Markdown."""
     rows = []
     for record in records:
-        cells = [f"{record[key]:.3f}" for key in ("first", "late_in", "late_out", "loop")]
+        cells = [f"{record[key]:.3f}" for key in ("first", "late", "loop", "later")]
         costs = [f"{record['ns']:.1f}", f"{record['nbytes'] / 2**20:.1f}"]
         rows.append([record["stream"], f"{record['cache']:.0%}", *cells, *costs])
-    heads = ["ids", "cache", "first tenth", "late, in", "late, out", "all"]
+    heads = ["ids", "cache", "first tenth", "late", "all", "later"]
     heads += ["ns per id", "policy, MiB"]
     return tabulate(rows, heads, tablefmt="github", disable_numparse=True)
 

@@ -466,39 +466,30 @@ int64_t pf_overlaps(const int64_t *rows, const struct pf_sorted *batch,
 
 /* cache.c */
 
-union pf_cache_row {
-    int32_t held; /* negative if the row is in the cache, where it has the slot ~held */
-    float count;  /* otherwise: of its uses, not negative */
-};
-
 struct pf_cache_slot {
     int64_t row;
-    float count;
+    int32_t n_uses;
     uint32_t last_used; /* the last batch that used the row */
 };
 
 struct pf_cache {
-    union pf_cache_row *rows; /* every row of the table */
-    int64_t n_rows;
+    int32_t *rows; /* for every row of the table its uses, or ~slot if it is in the cache */
     struct pf_cache_slot *slots;
     int64_t capacity;
     int64_t n_used;    /* slots with a row, before all others */
-    int64_t hand;      /* the next slot whose row may be evicted */
     int64_t n_batches; /* of the loop, so far */
-    double use;        /* the count of one use */
+    int64_t least;     /* uses of a row that enters the cache */
 };
 
-/* Decides which rows the cache holds after a batch.
+/* Decides which rows enter the cache with a batch. No row leaves it.
  *
  * rows: the row indices, shape (n,), all distinct
  * positions: receives the positions in the batch of hits, of admitted rows and of bypassed rows,
  *     and then the slots of hits and of admitted rows; room for 3 * n numbers
- * moved: receives the rows in the same order, and then the evicted ones; room for 2 * n numbers
- * counts: receives the numbers of hits, admitted rows and evicted rows
- *
- * The last admitted rows get the slots of the evicted rows, in the same order. */
+ * gathered: receives the admitted rows, and then the bypassed ones; room for n numbers
+ * counts: receives the numbers of hits and of admitted rows */
 void pf_decide(struct pf_cache *cache, const int64_t *rows, int64_t n, int32_t *positions,
-               int64_t *moved, int64_t *counts);
+               int64_t *gathered, int64_t *counts);
 
 /* dense.c: rows of a matrix in CSR format, whose columns and bounds have `index_nbytes` (4 or 8).
  *

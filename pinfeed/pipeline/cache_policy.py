@@ -1,13 +1,17 @@
-"""CachePolicy: chooses the rows of a table that the device keeps between batches.
+"""CachePolicy: chooses the rows of a table that the device keeps until the loop ends.
 
-It keeps the rows that the batches have used most. A later batch counts more (LFU with exponential
-ageing). A missed row displaces one of the next slots of a hand that moves over all slots, if the
-row in that slot was used less. A compiled function decides; see cache.c.
+A row enters the cache when a batch uses it for the second time, while there is room, and stays
+until the loop ends. In later loops, only the rows that earlier loops have used most enter. A
+compiled function decides; see cache.c.
+
+Reader threads decide ahead of the training thread, which carries the decisions out. The rows that
+enter take the slots in order. So the device has the rows in the first slots, up to those of the
+last batch that was carried out.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,55 +20,49 @@ from pinfeed.native.library import library, packing
 from pinfeed.rows.orders import Rows
 
 # These are pf_cache_slot and pf_cache of pinfeed.h.
-_SLOT = np.dtype([("row", np.int64), ("count", np.float32), ("last_used", np.uint32)])
-_NUMBERS = ("rows", "n_rows", "slots", "capacity", "n_used", "hand", "n_batches")
-_CACHE = np.dtype([*((name, np.int64) for name in _NUMBERS), ("use", np.float64)])
+_SLOT = np.dtype([("row", np.int64), ("n_uses", np.int32), ("last_used", np.uint32)])
+_NUMBERS = ("rows", "slots", "capacity", "n_used", "n_batches", "least")
+_CACHE = np.dtype([(name, np.int64) for name in _NUMBERS])
 
 _pack = packing(6)
 
+Positions = npt.NDArray[np.int32]
 
-class CacheMoves:
-    """Rows of one batch by their place, and the rows that enter and leave the cache after its step.
 
-    Hits are rows that the cache holds before and after the step. Admitted rows are in the cache
-    only after it, and bypassed rows neither before nor after. Rows of one kind ascend. Evicted rows
-    leave the cache, and none of them is in the batch. The last admitted rows get their slots, in
-    the same order. Before the decision, there is no row of any kind.
+class CacheMoves(NamedTuple):
+    """The rows of one batch by their place.
 
-    Args:
-        n: Number of rows of the batch.
-
-    Attributes:
-        positions: Positions in the batch of hits, admitted rows and bypassed rows, and then the
-            slots of hits and admitted rows. The memory is larger.
-        rows: Row indices of hits, admitted rows, bypassed rows and evicted rows, in larger memory.
-        counts: Numbers of hits, admitted rows and evicted rows.
+    Hits are in the cache before the batch. Admitted rows are in the cache only after it, and
+    bypassed rows not even then. Rows of one kind ascend.
     """
 
-    def __init__(self, n: int) -> None:
-        self.positions: npt.NDArray[np.int32] = np.empty(3 * n, np.int32)
-        self.rows: Rows = np.empty(2 * n, np.int64)
-        self.counts: npt.NDArray[np.int64] = np.zeros(3, np.int64)
+    number: int
+    """Position of the batch among those of the loop."""
+    n: int
+    """Number of its rows."""
+    n_hits: int
+    n_admitted: int
+    positions: Positions
+    """Positions in the batch of hits, admitted rows and bypassed rows, and then the slots of hits
+    and admitted rows."""
+    gathered: Rows
+    """Row indices of admitted rows, and then of bypassed ones."""
 
     @property
-    def n_hits(self) -> int:
-        return self.counts.item(0)
+    def n_held(self) -> int:
+        """Number of rows that are in the cache after the batch."""
+        return self.n_hits + self.n_admitted
 
     @property
-    def n_admitted(self) -> int:
-        return self.counts.item(1)
-
-    @property
-    def n_evicted(self) -> int:
-        return self.counts.item(2)
+    def n_bypassed(self) -> int:
+        return self.n - self.n_held
 
 
 class CachePolicy:
-    """Decides for each batch which rows enter the cache, and which rows leave it for them.
+    """Decides for each batch which rows enter the cache.
 
-    A loop calls ``begin``, and then ``decide`` for every batch, in order. The time of a decision
-    grows with the rows of the batch, and not with the capacity. The decisions depend on nothing but
-    these calls. One thread calls the policy at a time.
+    A loop calls ``begin``, and then ``decide`` for every batch, in order. The decisions depend on
+    nothing but these calls. One thread calls each of the two at a time.
 
     Args:
         n_rows: Rows of the table.
@@ -75,48 +73,77 @@ class CachePolicy:
     """
 
     def __init__(self, n_rows: int, capacity: int) -> None:
-        native = library()
-        assert native is not None
-        self._decide = native.decide
         self._rows = np.zeros(n_rows, np.int32)
         self._slots = np.zeros(capacity, _SLOT)
         addresses = self._rows.ctypes.data, self._slots.ctypes.data
-        self._cache = np.array((addresses[0], n_rows, addresses[1], capacity, 0, 0, 0, 1.0), _CACHE)
+        self._cache: Any = np.array((*addresses, capacity, 0, 0, 0), _CACHE)
         self.nbytes = self._rows.nbytes + self._slots.nbytes
-
-    @property
-    def rows_of_slots(self) -> Rows:
-        """Row index in each slot that is in use."""
-        rows: Rows = self._used("row")
-        return rows
-
-    @property
-    def last_used(self) -> npt.NDArray[np.uint32]:
-        """Number of the last batch of the loop that used each of these rows."""
-        numbers: npt.NDArray[np.uint32] = self._used("last_used")
-        return numbers
+        # Batches and slots whose decisions are carried out, and the first batch whose rows may have
+        # changed since the last flush.
+        self._n_done = 0
+        self._n_filled = 0
+        self._first_changed = 0
 
     def begin(self) -> None:
-        """Empty the cache for a new loop; the counts stay."""
-        self._rows.view(np.float32)[self.rows_of_slots] = self._used("count")
-        self._cache["n_used"] = 0
-        self._cache["n_batches"] = 0
+        """Empty the cache for a new loop (no other thread runs).
 
-    def decide(self, rows: Rows, moves: CacheMoves) -> None:
-        """Decide for the next batch.
+        Uses in earlier loops count half as much.
+        """
+        held = self._slots[: self._cache["n_used"]]
+        capacity = len(self._slots)
+        self._rows[held["row"]] = held["n_uses"]
+        self._rows >>= 1
+        least = 0
+        if capacity < len(self._rows):
+            # Rows that are used as often as the last of the most frequent ones enter at any use.
+            most = np.partition(self._rows, -capacity)[-capacity] if self._n_done else 0
+            least = max(2, int(most) + 1)
+        self._cache["least"] = least
+        self._cache["n_used"] = self._cache["n_batches"] = 0
+        self._n_done = self._n_filled = self._first_changed = 0
+
+    def decide(self, rows: Rows) -> CacheMoves:
+        """Decide for the next batch (reader).
 
         Args:
             rows: Distinct row indices, ascending, shape (n,).
-            moves: Receives the decision, in one step that no signal handler interrupts.
         """
+        native = library()
+        assert native is not None
+        number, n = int(self._cache["n_batches"]), len(rows)
         rows = np.ascontiguousarray(rows, np.int64)
-        outputs = [array.ctypes.data for array in (moves.positions, moves.rows, moves.counts)]
-        self._decide(_pack(self._cache.ctypes.data, rows.ctypes.data, len(rows), *outputs))
+        positions, gathered = np.empty(3 * n, np.int32), np.empty(n, np.int64)
+        counts = np.empty(2, np.int64)
+        outputs = [array.ctypes.data for array in (positions, gathered, counts)]
+        native.decide(_pack(self._cache.ctypes.data, rows.ctypes.data, n, *outputs))
+        n_hits, n_admitted = counts.tolist()
+        packed = positions[: n + n_hits + n_admitted]
+        return CacheMoves(number, n, n_hits, n_admitted, packed, gathered[: n - n_hits])
 
     def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return for each row whether the cache holds it after the decisions so far, shape (n,)."""
         return self._rows.take(rows) < 0
 
-    def _used(self, name: str) -> Any:
-        """Return a field of the slots that are in use."""
-        return self._slots[name][: self._cache["n_used"]]
+    def note_done(self, moves: CacheMoves) -> None:
+        """Note that the next decision is carried out (consumer)."""
+        self._n_filled += moves.n_admitted
+        self._n_done = moves.number + 1
+
+    def changed_rows(self) -> tuple[Rows, Positions]:
+        """Return the rows that may have changed since the last flush, and their slots.
+
+        The rows ascend, and are on the device. Those that a later batch uses are among them,
+        because its decision has replaced their last use. Readers may continue to decide.
+        """
+        filled = self._slots[: self._n_filled]
+        slots = np.flatnonzero(filled["last_used"] >= self._first_changed)
+        rows = filled["row"][slots]
+        order = np.argsort(rows)
+        return rows[order], slots[order].astype(np.int32)
+
+    def note_flushed(self) -> None:
+        """Note that all changed rows were written (consumer).
+
+        The last batch may change its rows afterwards.
+        """
+        self._first_changed = max(0, self._n_done - 1)

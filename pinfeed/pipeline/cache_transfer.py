@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pinfeed.devices.device import Stream, Tensor
-from pinfeed.pipeline.cache_decisions import CachedRows
-from pinfeed.pipeline.row_cache import ChangedRows, RowCache
+from pinfeed.pipeline.row_cache import CachedRows, ChangedRows, RowCache, Values
 from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.spans import CacheCounts
@@ -32,35 +31,30 @@ class CacheTransfer:
         """Number of the last batch that was lent."""
 
     def lend(
-        self,
-        group: RowGroup,
-        cached: CachedRows,
-        tensors: list[Tensor],
-        batch: int,
-        compute: Stream,
+        self, groups: Sequence[RowGroup], tensors: list[Tensor], batch: int, compute: Stream
     ) -> None:
-        """Replace the gathered rows of a group by all rows of the batch.
+        """Replace the gathered rows of groups with a cache by all rows of the batch.
 
         Args:
-            group: The group.
-            cached: Its rows in the cache.
-            tensors: Tensors of all parts of the batch; those of the group are replaced.
+            groups: Groups of the batch.
+            tensors: Tensors of all parts of the batch; those of the groups are replaced.
             batch: Number of the batch.
             compute: Stream of the consumer thread.
 
         Raises:
             ClosedError: If another thread closes the loop.
         """
-        if cached.cache not in self.caches:
-            self.caches.append(cached.cache)
         self.batch = batch
-        cached.positions = tensors[cached.part]
-        parts = slice(group.first, group.first + len(group.stores))
-        tensors[parts] = cached.cache.lend(cached, tensors[parts], compute)
+        for group in groups:
+            if (cached := group.cached) is None:
+                continue
+            if cached.cache not in self.caches:
+                self.caches.append(cached.cache)
+            cached.positions = tensors[cached.part]
+            parts = slice(group.first, group.first + len(group.stores))
+            tensors[parts] = cached.cache.lend(cached, tensors[parts], compute)
 
-    def put(
-        self, cached: CachedRows, values: Sequence[Tensor | None] | None, compute: Stream
-    ) -> list[Tensor | None]:
+    def put(self, cached: CachedRows, values: Values | None, compute: Stream) -> Values:
         """Put the values of a batch into its cache, as ``RowCache.put`` does."""
         cache = cached.cache
         is_first = not cached.has_moved
@@ -72,11 +66,10 @@ class CacheTransfer:
                     self.batch,
                     len(cached.rows),
                     cached.moves.n_hits,
-                    cached.moves.n_evicted,
-                    cached.n_gathered * cache.row_nbytes,
+                    len(cached.moves.gathered) * cache.row_nbytes,
                 )
             )
-        self._count_written(cache, cached.n_bypassed + cached.moves.n_evicted, written)
+        self._count_written(cache, cached.moves.n_bypassed, written)
         return written
 
     def changed_rows(self, *, is_last: bool) -> Iterator[tuple[RowGroup, ChangedRows]]:
@@ -97,7 +90,7 @@ class CacheTransfer:
             cache.close()
         self.caches = []
 
-    def _count_written(self, cache: RowCache, n_rows: int, values: Sequence[Tensor | None]) -> None:
+    def _count_written(self, cache: RowCache, n_rows: int, values: Values) -> None:
         """Count rows that are written to the stores that have values."""
         pairs = zip(cache.stores, values, strict=True)
         nbytes = [row_nbytes(store) for store, tensor in pairs if tensor is not None]

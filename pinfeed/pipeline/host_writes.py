@@ -72,7 +72,7 @@ class HostWrites(Writer):
 
     def quiesce(self) -> None:
         """Free the caches, and drop the batches in the slots (consumer)."""
-        self._caches.close()
+        self.caches.close()
         self._transfer.quiesce()
         self.log = WriteLog()
 

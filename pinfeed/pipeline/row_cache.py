@@ -1,14 +1,13 @@
-"""RowCache: rows of some stores that stay on the device from batch to batch.
+"""RowCache: rows of some stores that stay on the device until the loop ends.
 
 A row in the cache has one slot, in the memory of every store of its group: weights and optimizer
-state of a table enter and leave together. While a row is in the cache, its slot has the value of
-the synchronous loop, and the stores may have an older one.
+state of a table enter together. While a row is in the cache, its slot has the value of the
+synchronous loop, and the stores may have an older one.
 
-Reader threads decide about each batch, in order: which rows are in the cache, which other rows
-enter it after the batch, and which rows leave it (``cache_decisions.py``). The training
-thread carries out these decisions in its own stream. ``lend`` copies cached rows into the batch,
-and the rows that leave the cache after the batch out of it. ``put`` copies new values into the
-cache, and collects the rows to write to the stores. Each is one launch for all stores.
+Reader threads decide about each batch, in order, which rows enter the cache (``cache_policy.py``).
+The training thread carries out these decisions in its own stream. ``lend`` copies cached rows into
+the batch. ``put`` copies new values into the cache, and collects the rows to write to the stores.
+Each is one launch for all stores.
 
 The training thread queues all work on a cache in its current stream. So each batch sees the rows as
 the earlier batches have left them, without any wait, however early the batch was gathered. One wait
@@ -16,24 +15,23 @@ is needed if the user changes the current stream between two batches:
 
     (10) work on the cache may not be done yet, in another stream
 
-Evicted rows, and the rows that a flush writes, are copied first. The writer of the loop writes the
-copies back like other values.
+The rows that a flush writes are copied first. The copies are written back like other values.
 """
 
 from __future__ import annotations
 
-import itertools
+import operator
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
-from pinfeed.devices.layout import aligned
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
-from pinfeed.pipeline.cache_decisions import CacheDecisions, CachedRows, PositionRange
+from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
 from pinfeed.pipeline.forwarding import Positions
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.store import Store, row_nbytes
@@ -45,11 +43,50 @@ Values = Sequence[Tensor | None]
 """A tensor for each store; None for an unchanged store."""
 
 
+@dataclass(eq=False)
+class CachedRows:
+    """The rows of a group in one batch: those in the cache, those that enter it, and the others."""
+
+    cache: RowCache
+    rows: Rows
+    """All rows of the batch, ascending, each once."""
+    moves: CacheMoves
+    part: int = -1
+    """Index of the part of the batch that has the positions on the device."""
+    positions: Tensor | None = None
+    """``moves.positions`` on the device, while the batch is lent."""
+    gathered_values: list[Tensor] = field(default_factory=list)
+    """Values of the gathered rows for each store, as they were lent."""
+    stream: Stream | None = None
+    """Stream that used these values last."""
+    has_moved: bool = False
+    """Whether the rows have entered the cache."""
+
+    @property
+    def written(self) -> Rows:
+        """Indices of the rows that the batch writes to the stores."""
+        return self.moves.gathered[self.moves.n_admitted :]
+
+    def bypassed(self, gathered: Sequence[Tensor]) -> list[Tensor]:
+        """Return the part of tensors of gathered rows whose rows do not enter the cache."""
+        cut, moves = self.cache.device.cut, self.moves
+        return [cut(one, moves.n_admitted, len(moves.gathered)) for one in gathered]
+
+    def cut(self, begin: int, end: int) -> Tensor:
+        """Return a range of the positions and slots, on the device."""
+        return self.cache.device.cut(self.positions, begin, end)
+
+    def release(self) -> None:
+        """Free the device memory of the rows, because their batch is over."""
+        self.positions = None
+        self.gathered_values = []
+
+
 class ChangedRows(NamedTuple):
     """Some rows of a cache that may differ from their stores."""
 
     rows: Rows
-    values: list[Tensor | None]
+    values: Values
     """Values of the rows for each store; None for a store that the loop has not changed."""
     staged: npt.NDArray[Any] | None = None
     """Staging memory that the device may read until the values are computed."""
@@ -68,11 +105,9 @@ class RowCache:
 
     Attributes:
         row_nbytes: Bytes of a row in all stores.
-        decisions: Decisions about the rows in the cache.
+        policy: Decides which rows enter the cache.
         tensors: Device memory for each store, shape (capacity, *row_shape); empty between loops.
         stream: Stream in which the device works on the cache; None before its first use.
-        leaving: The last batch that moved rows out of the cache, or is moving them; None if there
-            is none.
         moving: Lock that is held while rows are copied, because another thread, or a signal
             handler in this thread, may close the feeder.
     """
@@ -81,13 +116,12 @@ class RowCache:
         self.name = name
         self.stores = stores
         self.capacity = capacity
+        self.device = device
         self.row_nbytes = sum(map(row_nbytes, stores))
-        self.decisions = CacheDecisions(stores[0].n_rows, capacity)
+        self.policy = CachePolicy(stores[0].n_rows, capacity)
         self.tensors: list[Tensor] = []
         self.stream: Stream | None = None
-        self.leaving: CachedRows | None = None
         self.moving = threading.RLock()
-        self._device = device
         # For each store, whether the loop has changed a row.
         self._is_changed = [False] * len(stores)
         self._is_flushed = False
@@ -103,13 +137,13 @@ class RowCache:
 
         No reader thread runs when this is called.
         """
-        self.decisions.begin()
+        self.policy.begin()
         self._is_changed = [False] * len(self.stores)
         self._is_sealed = False
 
     def decide(self, rows: Rows) -> CachedRows:
         """Decide about the next batch, with its distinct rows (reader)."""
-        return self.decisions.decide(self, rows)
+        return CachedRows(self, rows, self.policy.decide(rows))
 
     def lend(self, cached: CachedRows, gathered: list[Tensor], compute: Stream) -> list[Tensor]:
         """Return the rows of a batch for each store: gathered ones and cached ones (consumer).
@@ -123,32 +157,25 @@ class RowCache:
             BudgetError: If the device has no memory for the cache, which the first batch allocates.
             ClosedError: If another thread closes the loop.
         """
+        moves = cached.moves
         with self.moving:
             self._require_open()
             self._follow(compute)
             cached.stream = compute
             if not self.tensors:
                 self.tensors = self._allocated()
-            lent = self._empty(len(cached.rows))
-            evicted = self._empty_together(cached.moves.n_evicted)
-            into = self._cut(cached, cached.gathered_positions)
-            hits = self._cut(cached, cached.hit_positions)
-            slots = self._cut(cached, cached.hit_slots)
-            leaving = self._cut(cached, cached.evicted_slots)
+            lent = self._empty(moves.n)
+            hits, others = cached.cut(0, moves.n_hits), cached.cut(moves.n_hits, moves.n)
+            slots = cached.cut(moves.n, moves.n + moves.n_hits)
             copies = []
-            for read, held, rows, left in zip(gathered, self.tensors, lent, evicted, strict=True):
-                copies.append(RowCopy(read, rows, into=into))
+            for read, held, rows in zip(gathered, self.tensors, lent, strict=True):
+                copies.append(RowCopy(read, rows, into=others))
                 copies.append(RowCopy(held, rows, taken=slots, into=hits))
-                # The step of this batch does not change the rows that leave after it.
-                copies.append(RowCopy(held, left, taken=leaving))
-            self._device.copy_rows(copies, self.stream)
+            self.device.copy_rows(copies, self.stream)
             cached.gathered_values = gathered
-            cached.evicted_values = evicted
             return lent
 
-    def put(
-        self, cached: CachedRows, values: Values | None, compute: Stream
-    ) -> list[Tensor | None]:
+    def put(self, cached: CachedRows, values: Values | None, compute: Stream) -> Values:
         """Put the values of a batch into the cache (consumer).
 
         It may be called again with newer values of the same batch.
@@ -160,35 +187,35 @@ class RowCache:
             compute: Stream of the consumer thread.
 
         Returns:
-            Values of ``cached.written`` for each store; None for a store that the loop has not
-            changed.
+            Values of ``cached.written`` for each store; None for an unchanged store.
 
         Raises:
             ClosedError: If another thread closes the loop.
         """
+        moves = cached.moves
         with self.moving:
             self._require_open()
             self._follow(compute)
             if compute != cached.stream:
-                for tensor in cached.tensors:
-                    self._device.share(tensor, compute)
+                for tensor in (cached.positions, *cached.gathered_values):
+                    self.device.share(tensor, compute)
                 cached.stream = compute
             new = values if values is not None else [None] * len(self.stores)
-            self._is_changed = [
-                changed or value is not None
-                for changed, value in zip(self._is_changed, new, strict=True)
-            ]
+            are_new = [value is not None for value in new]
+            self._is_changed = list(map(operator.or_, self._is_changed, are_new))
             self._is_flushed = False
-            self.leaving = cached
-            written, copies = self._written(cached, new)
-            # One launch changes the cache, and the rows that leave it are in ``evicted_values``
-            # already. So an error or an interrupt loses no row, before the launch or after it.
-            cached.may_have_moved = True
-            self._device.copy_rows([*copies, *self._held(cached, new)], self.stream)
-            cached.written_values = written
+            written = self._empty(moves.n_bypassed, are_new)
+            bypassed = cached.cut(moves.n_held, moves.n)
+            copies = [
+                RowCopy(value, rows, taken=bypassed)
+                for value, rows in zip(new, written, strict=True)
+                if value is not None
+            ]
+            self.device.copy_rows([*copies, *self._held(cached, new)], self.stream)
             if not cached.has_moved:
-                self.decisions.note_done(cached)
-            return self._changed_only(written)
+                cached.has_moved = True
+                self.policy.note_done(moves)
+            return written
 
     def changed_rows(self, *, is_last: bool) -> Iterator[ChangedRows]:
         """Yield copies of all rows that may differ from their stores, in chunks (consumer).
@@ -201,14 +228,7 @@ class RowCache:
                 self._is_sealed = True
         if not any(self._is_changed) or self._is_flushed:
             return
-        leaving = self.leaving
-        if leaving is not None and leaving.evicted_values and leaving.moves.n_evicted:
-            # The last evicted rows may not have been queued for writing.
-            with self.moving:
-                self._follow(self._device.current_stream())
-            evicted = self._changed_only(leaving.evicted_values)
-            yield ChangedRows(leaving.evicted, evicted)
-        rows, slots = self.decisions.changed_rows()
+        rows, slots = self.policy.changed_rows()
         step = max(1, _FLUSH_BYTES // self.row_nbytes)
         begin = 0
         while begin < len(rows):
@@ -226,14 +246,12 @@ class RowCache:
 
     def note_flushed(self) -> None:
         """Note that all changed rows were written (consumer)."""
-        self.decisions.note_flushed()
+        self.policy.note_flushed()
         self._is_flushed = True
 
     def close(self) -> None:
         """Free the device memory, because the loop has ended."""
         self._is_flushed = True
-        self.decisions.close()
-        self.leaving = None
         self.tensors = []
         self.stream = None
 
@@ -254,12 +272,12 @@ class RowCache:
         if self.stream is not None and compute != self.stream:
             compute.wait(self.stream.record())  # work on the cache may not be done yet
             for tensor in self.tensors:
-                self._device.share(tensor, compute)
+                self.device.share(tensor, compute)
         self.stream = compute
 
     def _copied(self, rows: Rows, slots: Positions) -> ChangedRows:
         """Return a copy of some rows of the cache."""
-        device = self._device
+        device = self.device
         compute = device.current_stream()
         with self.moving:
             self._follow(compute)
@@ -270,87 +288,42 @@ class RowCache:
             device.copy(staged, on_device, compute)
             return ChangedRows(rows, self.values(on_device, len(rows)), staged)
 
-    def values(self, slots: Tensor, n: int) -> list[Tensor | None]:
+    def values(self, slots: Tensor, n: int) -> Values:
         """Return a copy of the rows in some slots, for each store that the loop has changed.
 
         Args:
             slots: The slots, int32, on the device.
             n: Number of slots.
         """
-        found = self._empty(n)
-        copies = [
-            RowCopy(held, rows, taken=slots) for held, rows in zip(self.tensors, found, strict=True)
-        ]
-        self._device.copy_rows(copies, self.stream)
-        return self._changed_only(found)
+        found = self._empty(n, self._is_changed)
+        pairs = zip(self.tensors, found, strict=True)
+        copies = [RowCopy(held, rows, taken=slots) for held, rows in pairs if rows is not None]
+        self.device.copy_rows(copies, self.stream)
+        return found
 
     def _held(self, cached: CachedRows, new: Values) -> list[RowCopy]:
         """Return the copies of rows that are in the cache after the batch."""
+        moves = cached.moves
+        taken = cached.cut(0, moves.n_held)
+        slots = cached.cut(moves.n, moves.n + moves.n_held)
+        admitted = cached.cut(moves.n + moves.n_hits, moves.n + moves.n_held)
         copies = []
-        taken = self._cut(cached, cached.held_positions)
-        slots = self._cut(cached, cached.held_slots)
-        admitted = self._cut(cached, cached.admitted_slots)
         for held, read, value in zip(self.tensors, cached.gathered_values, new, strict=True):
             if value is not None:
                 copies.append(RowCopy(value, held, taken, slots))
             elif not cached.has_moved:
-                entering = self._device.cut(read, 0, cached.moves.n_admitted)
+                entering = self.device.cut(read, 0, moves.n_admitted)
                 copies.append(RowCopy(entering, held, into=admitted))
         return copies
 
-    def _written(self, cached: CachedRows, new: Values) -> tuple[list[Tensor], list[RowCopy]]:
-        """Return the values of the bypassed rows, then of the evicted ones, and their copies."""
-        n, cut = cached.n_bypassed, self._device.cut
-        if not n:
-            return cached.evicted_values, []
-        written = self._empty_together(n + cached.moves.n_evicted)
-        bypassed = self._cut(cached, cached.bypassed_positions)
-        copies = []
-        for i, (value, rows) in enumerate(zip(new, written, strict=True)):
-            if value is None and cached.written_values:
-                # The batch was written before, and has not changed this store since.
-                written[i] = cached.written_values[i]
-                continue
-            if value is None:
-                begin = cached.moves.n_admitted
-                gathered = cut(cached.gathered_values[i], begin, begin + n)
-                copies.append(RowCopy(gathered, cut(rows, 0, n)))
-            else:
-                copies.append(RowCopy(value, cut(rows, 0, n), taken=bypassed))
-            copies.append(
-                RowCopy(cached.evicted_values[i], cut(rows, n, n + cached.moves.n_evicted))
-            )
-        return written, copies
-
-    def _cut(self, cached: CachedRows, part: PositionRange) -> Tensor:
-        """Return a range of the positions and slots of a batch, on the device."""
-        return self._device.cut(cached.positions, *part)
-
-    def _changed_only(self, values: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return values with None for the stores that the loop has not changed."""
-        pairs = zip(values, self._is_changed, strict=True)
-        return [value if changed else None for value, changed in pairs]
-
-    def _empty(self, n: int) -> list[Tensor]:
-        """Return new tensors of ``n`` rows, one for each store, each with memory of its own."""
-        return [
-            self._device.tensor(
-                self._device.empty(n * row_nbytes(store), self.stream),
-                (n, *store.row_shape),
-                store.dtype,
-            )
-            for store in self.stores
-        ]
-
-    def _empty_together(self, n: int) -> list[Tensor]:
-        """Return new tensors of ``n`` rows, one for each store, in one block of memory."""
-        sizes = [aligned(n * row_nbytes(store)) for store in self.stores]
-        offsets = itertools.accumulate(sizes[:-1], initial=0)
-        memory = self._device.empty(sum(sizes), self.stream)
-        return [
-            self._device.tensor(memory, (n, *store.row_shape), store.dtype, offset)
-            for store, offset in zip(self.stores, offsets, strict=True)
-        ]
+    def _empty(self, n: int, are_wanted: Sequence[bool] | None = None) -> list[Any]:
+        """Return new tensors of ``n`` rows, one for each store; None for those not wanted."""
+        found: list[Any] = [None] * len(self.stores)
+        for i, store in enumerate(self.stores):
+            if are_wanted is None or are_wanted[i]:
+                memory = self.device.empty(n * row_nbytes(store), self.stream)
+                found[i] = self.device.tensor(memory, (n, *store.row_shape), store.dtype)
+        return found
 
     def _allocated(self) -> list[Tensor]:
         """Return the memory of the cache.
@@ -363,6 +336,6 @@ class RowCache:
         except (MemoryError, RuntimeError) as error:
             raise BudgetError(
                 f"device_cache of {self.name} needs {human(self.nbytes)} for {self.capacity:,} "
-                f"rows with their optimizer state, which {self._device.name} cannot allocate "
+                f"rows with their optimizer state, which {self.device.name} cannot allocate "
                 f"({described(error)}); give a smaller device_cache, or smaller batches"
             ) from error

@@ -19,9 +19,14 @@ in transfer.py.
                                      lend:  Transfer.lend
                                             compute: batches k-d to k-1 -> memory  rows in flight
                                             free memory of batch k-d-1
-                                     write: write.wait(compute.record())           (7)
+                                            compute: cache -> memory               cached rows
+                                     write: compute: values -> cache               cached rows
+                                            write.wait(compute.record())           (7)
                                             write: memory -> store
                                             written = write.record()
+    end, flush:                             compute: cache -> memory               changed rows
+                                            write.wait(compute.record())           (7)
+                                            write: memory -> store
     finish, quiesce:                 write.record().sync()                         (9), (14)
 
     (7) the values may not be computed yet
@@ -33,6 +38,10 @@ The memory of a batch is kept until a later batch was lent that has waited for i
 So the stream of the loop has passed the write before it uses the memory again. If the loop has
 changed its stream since, the memory is shared with the new stream first. A program that changes its
 stream makes the new one wait for the step, as torch demands, so rows in flight need no wait.
+
+A row in a cache is in flight until the loop ends. It is neither gathered nor written, and
+row_cache.py brings its newest value. The copies that a flush writes are shared with the stream of
+the writes.
 """
 
 from __future__ import annotations
@@ -40,12 +49,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pinfeed.devices.device import Event, RowCopy, Stream, Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.row_cache import ChangedRows
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
@@ -89,6 +100,9 @@ class RowWindow:
         self._depth = depth
         self._read = transfer.read_stream
         self._write = transfer.write_stream
+        self.caches = transfer.caches
+        # Page-locked memory from which rows of caches are being copied.
+        self._staged: list[Any] = []
         # The batches of the window and the one before them, by number, oldest first.
         self._batches: dict[int, _InFlight] = {}
 
@@ -102,27 +116,15 @@ class RowWindow:
 
     def lend(self, slot: DeviceSlot) -> deque[list[Tensor]]:
         """Return the tensors of the slot's batch with their newest values (consumer)."""
-        batch = slot.batch
-        assert batch is not None
-        positions = slot.tensors[-1] if len(slot.tensors) > len(batch.parts) else None
-        lent = self._transfer.lend(slot)
-        (tensors,) = lent
-        compute = self.device.current_stream()
-        groups = batch.groups
-        values = [tensors[group.first : group.first + len(group.stores)] for group in groups]
-        if positions is not None:
-            self._forward(batch, positions, values, compute)
-        self._free(slot.number - self._depth - 1, compute)
-        indices = [tensors[group.ids_part] for group in groups if group.ids_part is not None]
-        changed: list[set[int]] = [set() for _ in groups]
-        self._batches[slot.number] = _InFlight(compute, indices, values, changed)
-        return lent
+        return self._transfer.lend(slot, self._update)
 
     def write(
         self,
         groups: Sequence[RowGroup],
         values: Sequence[Sequence[Tensor | None] | None],
         number: int,
+        *,
+        has_failed: bool,
     ) -> None:
         """Queue the write of a batch that was lent (consumer).
 
@@ -130,32 +132,54 @@ class RowWindow:
             groups: Rows of the batch.
             values: Values for each store; None leaves a store, or a whole group, unchanged.
             number: Number of the batch.
+            has_failed: Whether an earlier write has failed. Then only rows in caches change.
         """
         batch = self._batch(number)
         compute = self.device.current_stream()
-        stored: list[list[tuple[Store, Tensor]]] = [[] for _ in groups]
-        for g, tensors in enumerate(values):
-            for i, tensor in enumerate(tensors or ()):
+        stored: list[list[tuple[Store, Tensor]]] = []
+        for g, (group, tensors) in enumerate(zip(groups, values, strict=True)):
+            for tensor in tensors or ():
                 if tensor is not None:
                     # The program may have changed its stream since it allocated this.
                     self.device.share(tensor, compute)
-                    batch.values[g][i] = tensor
-                    batch.changed[g].add(i)
-                    stored[g].append((groups[g].stores[i], tensor))
+            if group.cached is not None:
+                tensors = self.caches.put(group.cached, tensors, compute)
+            changed = {i: tensor for i, tensor in enumerate(tensors or ()) if tensor is not None}
+            batch.changed[g].update(changed)
+            for i, tensor in changed.items():
+                batch.values[g][i] = tensor
+            stored.append([(group.stores[i], tensor) for i, tensor in changed.items()])
+        if has_failed:
+            return
         timeline = self.counters.timeline
         self._write.wait(compute.record())  # the values may not be computed yet
         begun = None if timeline is None else self._write.record(timed=True)
         for group, pairs, indices in zip(groups, stored, batch.indices, strict=True):
-            if pairs and len(group.rows):
-                self.device.write(pairs, group.rows, self._write, indices)
+            if pairs and len(group.written):
+                self.device.write(pairs, group.written, self._write, indices)
         batch.written = self._write.record(timed=begun is not None)
         if timeline is not None and begun is not None:
             timeline.add_timed("write", number, begun, batch.written)
 
+    def write_cached(self, group: RowGroup, changed: ChangedRows) -> None:
+        """Queue a write of rows of a cache (consumer, or a thread that ends the loop)."""
+        compute = self.device.current_stream()
+        self._write.wait(compute.record())  # the values may not be computed yet
+        stored = []
+        for store, tensor in zip(group.stores, changed.values, strict=True):
+            if tensor is not None:
+                self.device.share(tensor, self._write)
+                stored.append((store, tensor))
+        self._staged.append(changed.staged)
+        self.device.write(stored, group.rows, self._write)
+
     def finish(self) -> None:
         """Wait until all writes are in their stores (consumer, or a thread that ends the loop)."""
+        # Another thread may queue a write now, whose copies are not awaited here.
+        staged, self._staged = self._staged, []
         # After an interrupt in ``write``, too, which may have come before its event.
         self._write.record().sync()  # the caller reads the stores, or frees the values next
+        del staged
 
     def quiesce(self) -> None:
         """Wait for queued copies and release their memory (consumer)."""
@@ -163,6 +187,28 @@ class RowWindow:
         self.finish()
         self._transfer.quiesce()
         self._batches = {}
+
+    def _update(self, slot: DeviceSlot, compute: Stream) -> None:
+        """Copy the newest values of rows to a batch, and note where they are from now on."""
+        batch = slot.batch
+        assert batch is not None
+        tensors = slot.tensors
+        values = [tensors[group.first : group.first + len(group.stores)] for group in batch.groups]
+        if len(tensors) > len(batch.parts):
+            self._forward(batch, tensors[-1], values, compute)
+        self._free(slot.number - self._depth - 1, compute)
+        self.caches.lend(batch.groups, tensors, slot.number, compute)
+        indices = []
+        for g, group in enumerate(batch.groups):
+            assert group.ids_part is not None
+            own = [tensors[group.ids_part]]
+            if group.cached is not None:
+                # The cache has the newest values of the other rows.
+                values[g] = group.cached.bypassed(values[g])
+                own = group.cached.bypassed(own)
+            indices += own
+        changed: list[set[int]] = [set() for _ in batch.groups]
+        self._batches[slot.number] = _InFlight(compute, indices, values, changed)
 
     def _forward(
         self,
@@ -230,7 +276,7 @@ class WindowWrites(LoopWrites):
     """
 
     def __init__(self, window: RowWindow, threads: LoopThreads) -> None:
-        super().__init__(threads)
+        super().__init__(threads, window.caches)
         self._window = window
 
     def write(
@@ -249,21 +295,14 @@ class WindowWrites(LoopWrites):
         self.require_running()
         if check:
             self.check()
-        if self._has_failed:
-            return
-        try:
-            if not self._threads.queue_write(batch, self._window.write, groups, values, batch):
-                # The memory of the loop is freed next.
-                self._window.finish()
-        except ClosedError:
-            raise
-        except Exception as error:
-            self._note(error)
+        write = functools.partial(self._window.write, has_failed=self._has_failed)
+        self._queue(batch, write, groups, values, batch)
 
     def check(self) -> None:
         self._raise_noted(is_over=not self._threads.has_ended)
 
     def save(self) -> None:
+        super().save()
         self.finish()
 
     def finish(self) -> None:
@@ -275,3 +314,17 @@ class WindowWrites(LoopWrites):
             self._note(error)
         # The GPU may still work on the last training steps.
         counters.count_write_wait(start, idle=False)
+
+    def _write_cached(self, group: RowGroup, changed: ChangedRows) -> None:
+        self._queue(self._window.caches.batch, self._window.write_cached, group, changed)
+
+    def _queue(self, batch: int, write: Callable[..., None], *args: Any) -> None:
+        """Queue a write, and keep its error."""
+        try:
+            if not self._threads.queue_write(batch, write, *args):
+                # The memory of the loop is freed next.
+                self._window.finish()
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note(error)

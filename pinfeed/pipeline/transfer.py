@@ -348,10 +348,17 @@ class Transfer(Writer):
         """Return whether the device has done all work queued before the last request (consumer)."""
         return self._asked is None or self._asked.is_done()
 
-    def lend(self, slot: DeviceSlot) -> deque[list[Tensor]]:
+    def lend(
+        self, slot: DeviceSlot, update: Callable[[DeviceSlot, Stream], None] | None = None
+    ) -> deque[list[Tensor]]:
         """Return the tensors of each of the slot's batches (consumer).
 
         The consumer's work from here on sees the batches as if they were gathered now.
+
+        Args:
+            slot: The slot.
+            update: Copies newer values to the batch, given the slot and the stream of the consumer.
+                By default, these are held values and rows of caches.
         """
         if slot.failure is not None:
             raise_kept(slot)
@@ -367,7 +374,7 @@ class Transfer(Writer):
             for tensor in (*slot.tensors, *slot.indices):
                 self.device.share(tensor, compute)
             slot.compute = compute
-        self._update_rows(slot, compute)
+        (update or self._update_rows)(slot, compute)
         tensors = slot.tensors
         # The positions of shared rows are not a part of the batch.
         del tensors[len(batch.parts) :]
@@ -543,7 +550,7 @@ class Transfer(Writer):
         self.pause()
         for slot in self.slots:
             slot.clear()
-        self._caches.close()
+        self.caches.close()
         self.log = WriteLog()
 
     def close(self) -> None:

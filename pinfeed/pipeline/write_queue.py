@@ -10,7 +10,9 @@ from typing import Any
 
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError, WriteBackError
+from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.row_cache import ChangedRows
 from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.pipeline.writer import PendingWrite, Writer
 from pinfeed.threads.call import Pending
@@ -21,10 +23,12 @@ class LoopWrites:
 
     Args:
         threads: Threads of the loop.
+        caches: Moves the rows of caches; None if the loop has none.
     """
 
-    def __init__(self, threads: LoopThreads) -> None:
+    def __init__(self, threads: LoopThreads, caches: CacheTransfer | None = None) -> None:
         self._threads = threads
+        self._caches = caches
         self._has_failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised. It causes all later errors."""
@@ -75,6 +79,12 @@ class LoopWrites:
         Args:
             is_last: Whether the loop is ending, after which no row may change.
         """
+        if self._caches is None:
+            return
+        for group, changed in self._caches.changed_rows(is_last=is_last):
+            self._write_cached(group, changed)
+        if is_last:
+            self._caches.note_flushed()
 
     def save(self) -> None:
         """Queue writes of all rows that only the device has, because the program ends next."""
@@ -85,6 +95,13 @@ class LoopWrites:
         self.flush()
         self.finish()
         self.check()
+        if self._caches is not None:
+            # After an error, the loop writes the rows of caches again when it ends.
+            self._caches.note_flushed()
+
+    def _write_cached(self, group: RowGroup, changed: ChangedRows) -> None:
+        """Queue a write of some rows of a cache."""
+        raise NotImplementedError
 
     def _note(self, error: BaseException) -> None:
         """Keep the first error."""
@@ -127,7 +144,7 @@ class WriteQueue(LoopWrites):
     """
 
     def __init__(self, writer: Writer, threads: LoopThreads, limit: int) -> None:
-        super().__init__(threads)
+        super().__init__(threads, writer.caches)
         self._writer = writer
         self._counters = writer.counters
         self._limit = limit
@@ -179,18 +196,8 @@ class WriteQueue(LoopWrites):
         self._raise_noted(is_over=self._writer.log.has_failed)
 
     def flush(self, *, is_last: bool = False) -> None:
-        if not self._writer.has_caches:
-            return
         with self._adding:
-            for write in self._writer.changed_rows(is_last=is_last):
-                self.add(write, check=False)
-        if is_last:
-            self._writer.note_flushed()
-
-    def drain(self) -> None:
-        super().drain()
-        # After an error, the loop writes the rows of caches again when it ends.
-        self._writer.note_flushed()
+            super().flush(is_last=is_last)
 
     def finish(self) -> None:
         if not self._calls:
@@ -200,6 +207,9 @@ class WriteQueue(LoopWrites):
             self._take()
         # A GPU may still work on the last training steps.
         self._counters.count_write_wait(start, idle=self._writer.device.unified)
+
+    def _write_cached(self, group: RowGroup, changed: ChangedRows) -> None:
+        self.add(self._writer.capture_cached(group, changed), check=False)
 
     def _write_now(self, write: PendingWrite) -> None:
         """Complete a write-back in this thread. Its error is raised by the next ``check``."""

@@ -18,6 +18,7 @@ from pinfeed.devices.device import Device, Event, RowCopy, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import HeldValues, Write, WriteLog, forwards
+from pinfeed.pipeline.row_cache import ChangedRows
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.profiling.counters import Counters
@@ -98,7 +99,7 @@ class Writer:
         self.counters = counters
         self.log = WriteLog()
         """Writes that some gathered batch may not have seen."""
-        self._caches = CacheTransfer(counters)
+        self.caches = CacheTransfer(counters)
         # Numbers of write-backs. Another thread that closes the feeder may take a number, too.
         self._numbers = itertools.count()
 
@@ -128,7 +129,7 @@ class Writer:
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
             if group.cached is not None:
-                kept = self._caches.put(group.cached, tensors, compute)
+                kept = list(self.caches.put(group.cached, tensors, compute))
             elif copied:
                 kept = [
                     None if tensor is None else self._copy(tensor, group, i, compute)
@@ -142,30 +143,15 @@ class Writer:
         """Write values to their stores (a writer, or the consumer at depth 0)."""
         raise NotImplementedError
 
-    @property
-    def has_caches(self) -> bool:
-        """Whether the running loop has lent rows of a cache."""
-        return bool(self._caches.caches)
-
-    def changed_rows(self, *, is_last: bool) -> Iterator[PendingWrite]:
-        """Yield writes of all rows in caches that may differ from their stores (consumer).
-
-        Args:
-            is_last: Whether the loop is ending, after which no row may change.
-        """
-        for group, chunk in self._caches.changed_rows(is_last=is_last):
-            # With a log of their own, these rows are written even if another write has failed, and
-            # no log keeps their values afterwards.
-            compute = self.device.current_stream()
-            pending = self._pending(
-                WriteLog(), self._caches.batch, [group], [chunk.values], compute
-            )
-            pending.source = chunk.staged
-            yield pending
-
-    def note_flushed(self) -> None:
-        """Note that the rows of ``changed_rows`` were written (consumer)."""
-        self._caches.note_flushed()
+    def capture_cached(self, group: RowGroup, changed: ChangedRows) -> PendingWrite:
+        """Take rows of a cache that are to be written back (consumer)."""
+        # With a log of their own, these rows are written even if another write has failed, and no
+        # log keeps their values afterwards.
+        compute = self.device.current_stream()
+        values = [list(changed.values)]
+        pending = self._pending(WriteLog(), self.caches.batch, [group], values, compute)
+        pending.source = changed.staged
+        return pending
 
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Any:
         """Copy values of a group's store ``i``."""
@@ -200,9 +186,7 @@ class Writer:
                         if held is not None
                     ]
                     self.device.copy_rows(copies, compute)
-        for group in batch.groups:
-            if group.cached is not None:
-                self._caches.lend(group, group.cached, slot.tensors, slot.number, compute)
+        self.caches.lend(batch.groups, slot.tensors, slot.number, compute)
 
     def _pending(
         self,

@@ -43,7 +43,7 @@ def trace(
 
 
 def cache_events(caches: Sequence[tuple[float, CacheCounts]]) -> list[dict[str, Any]]:
-    """Return counters for each table: rows that were in its cache, read, and evicted.
+    """Return counters for each table: rows that were in its cache, and that were read.
 
     Args:
         caches: Times in seconds, each with the counts of a batch in a table.
@@ -54,7 +54,6 @@ def cache_events(caches: Sequence[tuple[float, CacheCounts]]) -> list[dict[str, 
             at_s,
             hits=counts.hits,
             read=counts.lookups - counts.hits,
-            evicted=counts.evictions,
         )
         for at_s, counts in caches
     ]

@@ -172,7 +172,6 @@ class Counters:
         """Count the rows of a batch in a table with a cache."""
         self.counts.cache_lookups += moved.lookups
         self.counts.cache_hits += moved.hits
-        self.counts.cache_evictions += moved.evictions
         self.counts.cache_bytes_read += moved.bytes_read
         if self.timeline is not None:
             self.timeline.add_cache(self.now(), moved)

@@ -82,8 +82,6 @@ class CacheCounts(NamedTuple):
     """Rows that the batch looks up."""
     hits: int
     """Looked-up rows that were in the cache; the others were read from their stores."""
-    evictions: int
-    """Rows that left the cache after the batch."""
     bytes_read: int
     """Bytes of the rows that were read."""
 

@@ -67,7 +67,6 @@ class FeederStats:
         cache_lookups: Distinct rows per batch of tables with a cache on the device, summed over the
             batches.
         cache_hits: Looked-up rows that were in a cache; the others were read from their stores.
-        cache_evictions: Rows that left a cache to make room for others.
         cache_rows_written: Rows of tables with a cache that were written to their stores.
         cache_bytes_read: Bytes of rows of tables with a cache that were read from their stores.
         cache_bytes_written: Bytes of rows of tables with a cache that were written to their stores.
@@ -98,7 +97,6 @@ class FeederStats:
     late: int = 0
     cache_lookups: int = 0
     cache_hits: int = 0
-    cache_evictions: int = 0
     cache_rows_written: int = 0
     cache_bytes_read: int = 0
     cache_bytes_written: int = 0
@@ -150,9 +148,8 @@ class FeederStats:
         read = self.cache_lookups - self.cache_hits
         return (
             f"{self.cache_hit_rate:.0%} of the rows of batches were in the cache; on average, a "
-            f"batch read {read / n:,.0f} rows ({human(self.cache_bytes_read / n)}), wrote "
-            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) and "
-            f"evicted {self.cache_evictions / n:,.0f}"
+            f"batch read {read / n:,.0f} rows ({human(self.cache_bytes_read / n)}) and wrote "
+            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)})"
         )
 
     @property
@@ -207,7 +204,6 @@ class FeederStats:
         if self.cache_lookups:
             found |= {
                 "cache_hit_percent": 100 * self.cache_hit_rate,
-                "cache_evicted_rows": self.cache_evictions,
                 "cache_read_rows": self.cache_lookups - self.cache_hits,
                 "cache_written_rows": self.cache_rows_written,
                 "cache_read_bytes": self.cache_bytes_read,

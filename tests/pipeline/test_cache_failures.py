@@ -25,7 +25,9 @@ from pinfeed.threads.exit import exit_hook
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
 BATCHES = [[0, 1, 2], [3, 4, 5], [1, 2], [8, 9], [0, 2, 9], [], [1], [10, 11], [1, 8, 9]]
-DEVICES = {"late": lambda: SimDevice(lazy), "at once": lambda: SimDevice(favour(*STREAMS, *SLOTS))}
+DEVICES: dict[str, Any] = {"late": lazy, "at once": favour(*STREAMS, *SLOTS)}
+# Whether rows are staged, or the device reads and writes them itself, in a window.
+WAYS = pytest.mark.parametrize("window", [False, True], ids=["staged", "window"])
 
 
 def after(n: int, **kwargs: Any) -> list[np.ndarray]:
@@ -45,9 +47,12 @@ class Stop(Exception):
 @pytest.mark.parametrize("kind", ["error", "interrupt", "close", "dropped"])
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_are_in_the_stores_when_a_loop_is_left(device: str, depth: int, kind: str) -> None:
-    run = CachedRun(BATCHES, capacity=8, policy=1)
-    sim = DEVICES[device]()
+@WAYS
+def test_rows_are_in_the_stores_when_a_loop_is_left(
+    window: bool, device: str, depth: int, kind: str
+) -> None:
+    run = CachedRun(BATCHES, capacity=8, policy=1, window=window)
+    sim = SimDevice(DEVICES[device], direct=window)
     runner = run.runner(sim, depth)
     batches = runner.run(lambda lent: lent)
     for i in range(6):
@@ -68,9 +73,10 @@ def test_rows_are_in_the_stores_when_a_loop_is_left(device: str, depth: int, kin
     sim.drain()
 
 
-def test_another_thread_closes_the_loop() -> None:
-    run = CachedRun(BATCHES, capacity=8, policy=1)
-    sim = SimDevice(favour(*STREAMS, *SLOTS))
+@WAYS
+def test_another_thread_closes_the_loop(window: bool) -> None:
+    run = CachedRun(BATCHES, capacity=8, policy=1, window=window)
+    sim = SimDevice(favour(*STREAMS, *SLOTS), direct=window)
     runner = run.runner(sim, 2)
     batches = runner.run(lambda lent: lent)
     for i in range(4):
@@ -85,9 +91,10 @@ def test_another_thread_closes_the_loop() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_program_ends_while_a_loop_is_suspended(depth: int) -> None:
-    run = CachedRun(BATCHES, capacity=8, policy=1)
-    sim = SimDevice(favour(*STREAMS, *SLOTS))
+@WAYS
+def test_the_program_ends_while_a_loop_is_suspended(window: bool, depth: int) -> None:
+    run = CachedRun(BATCHES, capacity=8, policy=1, window=window)
+    sim = SimDevice(favour(*STREAMS, *SLOTS), direct=window)
     runner = run.runner(sim, depth)
     batches = runner.run(lambda lent: lent)
     for i in range(4):
@@ -112,10 +119,11 @@ class Full(SimDevice):
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("refused", [11 * 16, 11 * 4], ids=["the first", "the second"])
-def test_a_cache_that_has_no_memory(refused: int, depth: int) -> None:
+@WAYS
+def test_a_cache_that_has_no_memory(window: bool, refused: int, depth: int) -> None:
     """The error says what to lower, nothing remains, and the next loop works."""
-    run = CachedRun(BATCHES, capacity=11, policy=1)
-    device = Full(lazy)
+    run = CachedRun(BATCHES, capacity=11, policy=1, window=window)
+    device = Full(lazy, direct=window)
     device.refused = refused
     runner = run.runner(device, depth)
     match = "device_cache of rows needs 220 B for 11 rows .* give a smaller device_cache"
@@ -149,11 +157,14 @@ class Failing(ArrayStore):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("n_left", [2, 3, 4, 5])
-def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, depth: int) -> None:
-    """Only the rows of the failed write and those evicted after it are lost."""
-    run = CachedRun(BATCHES, capacity=8, policy=2)
-    sim = SimDevice(favour(*STREAMS, *SLOTS))
+@pytest.mark.parametrize("n_left", [2, 3, 4])
+@WAYS
+def test_rows_in_the_cache_are_written_after_a_write_has_failed(
+    window: bool, n_left: int, depth: int
+) -> None:
+    """Only the rows of the failed write are lost."""
+    run = CachedRun(BATCHES, capacity=4, policy=2, window=window)
+    sim = SimDevice(favour(*STREAMS, *SLOTS), direct=window)
     runner = run.runner(sim, depth, Failing)
     runner.source._stores[0].n_left = n_left
     n_done = 0
@@ -162,7 +173,7 @@ def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, dep
         for i, lent in enumerate(runner.run(lambda lent: lent)):
             run.step(sim, runner, i, lent)
             n_done = i + 1
-            cached = set(runner.source.cache.decisions.changed_rows()[0].tolist())
+            cached = set(runner.source.cache.policy.changed_rows()[0].tolist())
             del lent
     assert 0 < n_done < len(BATCHES)
     assert cached
@@ -173,11 +184,14 @@ def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, dep
 
 
 @pytest.mark.parametrize("choose", [lazy, favour("compute"), favour(*SLOTS)])
-def test_a_flush_whose_first_part_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_a_flush_whose_first_part_fails(
+    window: bool, choose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory that queued copies read is not freed with the part that fails."""
     monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 40)
-    run = CachedRun(BATCHES, capacity=N, policy=None)
-    sim = SimDevice(choose)
+    run = CachedRun(BATCHES, capacity=N, policy=None, window=window)
+    sim = SimDevice(choose, direct=window)
     runner = run.runner(sim, 2, Failing)
     failing = runner.source._stores[0]
     batches = runner.run(lambda lent: lent)
@@ -223,9 +237,10 @@ class Small(SimDevice):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_loop_that_ends_because_memory_is_missing(depth: int) -> None:
-    run = CachedRun(BATCHES, capacity=8, policy=1)
-    sim = Small(favour(*STREAMS, *SLOTS))
+@WAYS
+def test_a_loop_that_ends_because_memory_is_missing(window: bool, depth: int) -> None:
+    run = CachedRun(BATCHES, capacity=8, policy=1, window=window)
+    sim = Small(favour(*STREAMS, *SLOTS), direct=window)
     runner = run.runner(sim, depth)
     batches = runner.run(lambda lent: lent)
     for i in range(6):
@@ -261,7 +276,10 @@ def interrupted(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_an_interrupt_of_the_last_flush(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_an_interrupt_of_the_last_flush(
+    window: bool, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An impatient user loses nothing, because the loop begins the flush again."""
     n_left = 2
     values = RowCache.values
@@ -275,8 +293,8 @@ def test_an_interrupt_of_the_last_flush(depth: int, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 40)
     monkeypatch.setattr(RowCache, "values", interrupted)
-    run = CachedRun(BATCHES, capacity=N, policy=None)
-    sim = SimDevice(favour(*STREAMS, *SLOTS))
+    run = CachedRun(BATCHES, capacity=N, policy=None, window=window)
+    sim = SimDevice(favour(*STREAMS, *SLOTS), direct=window)
     runner = run.runner(sim, depth)
     with pytest.raises(KeyboardInterrupt):
         run.loop(sim, runner)
@@ -293,9 +311,9 @@ class Interrupt:
 
     files = (
         "row_cache.py",
-        "cache_decisions.py",
         "cache_policy.py",
         "cache_transfer.py",
+        "row_window.py",
         "lent_batch.py",
     )
 
@@ -325,10 +343,13 @@ class Interrupt:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("every", [331, pytest.param(7, marks=pytest.mark.stress)])
-def test_interrupts_leave_each_row_as_before_or_after_the_step(every: int, depth: int) -> None:
+@WAYS
+def test_interrupts_leave_each_row_as_before_or_after_the_step(
+    window: bool, every: int, depth: int
+) -> None:
     for at in itertools.count(1, every):
-        run = CachedRun(BATCHES, capacity=4, policy=1)
-        sim = SimDevice(favour(*STREAMS, *SLOTS))
+        run = CachedRun(BATCHES, capacity=4, policy=1, window=window)
+        sim = SimDevice(favour(*STREAMS, *SLOTS), direct=window)
         runner = run.runner(sim, depth)
         n_begun = 0
         interrupt = Interrupt(at)

@@ -22,7 +22,7 @@ from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline import recent_rows
 from pinfeed.pipeline.recent_rows import RecentRows
-from pinfeed.pipeline.row_window import RowWindow
+from pinfeed.pipeline.row_window import RowWindow, WindowWrites
 from pinfeed.testing import favour, lazy
 from pinfeed.testing.simtorch import META, SimTorchDevice
 
@@ -157,10 +157,10 @@ def test_memory_of_a_stream_that_the_loop_has_left(
     name = "_share" if leaves else "write"
     own = getattr(RowWindow, name)
 
-    def unshared(self: RowWindow, *args: Any) -> None:
+    def unshared(self: RowWindow, *args: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.device, "share", lambda *_: None)
-            own(self, *args)
+            own(self, *args, **options)
 
     monkeypatch.setattr(RowWindow, name, unshared)
     device = SimTorchDevice(worst(), direct=True)
@@ -278,6 +278,23 @@ def test_rows_in_flight_are_not_read() -> None:
     ]
     expected = sum(len(own - set().union(*rows[max(0, i - 2) : i])) for i, own in enumerate(rows))
     assert n_read == 2 * expected
+
+
+def test_cached_tables_run_in_a_window() -> None:
+    """No thread writes the rows that stay outside."""
+    table = HostEmbedding(16, 3, store=ArrayStore(np.ones((16, 3), np.float32)), device_cache=0.4)
+    optimizer = RowOptimizer(torch.optim.SGD, [table], lr=0.1)
+    device = SimTorchDevice(lazy, direct=True)
+    ids = [torch.tensor(ids_of(i)) for i in range(9)]
+    with device.factories():
+        loop = train_rows(ids, {table: lambda ids: ids}, optimizer=optimizer, device=device)
+        for batch in loop:
+            table(batch).pow(2).sum().backward()
+            optimizer.step()
+            running = runner_of(loop)._last_loop
+            assert isinstance(running.writes, WindowWrites)
+            assert running.threads._writer is None
+    assert loop.stats.cache_rows_written > loop.stats.cache_hits > 0
 
 
 class Program:

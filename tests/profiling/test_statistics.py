@@ -12,6 +12,7 @@ from support.simulated_loops import Clock, simulated
 from support.unwrapped import unwrapped
 
 from pinfeed import ArrayStore, Feeder
+from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import HeldValues, WriteLog
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -65,12 +66,12 @@ def test_statistics_of_caches() -> None:
     without = FeederStats(batches=20, rows=200)
     assert "cache" not in unwrapped(without)
     assert without.cache_hit_rate == 0
-    counts = {"cache_lookups": 8000, "cache_hits": 6000, "cache_evictions": 1000}
+    counts = {"cache_lookups": 8000, "cache_hits": 6000}
     counts |= {"cache_rows_written": 1800, "cache_bytes_read": 20480, "cache_bytes_written": 18432}
     stats = dataclasses.replace(without, **counts)
     text = (
         "75% of the rows of batches were in the cache; on average, a batch read 100 rows "
-        "(1.0 KiB), wrote 90 (922 B) and evicted 50"
+        "(1.0 KiB) and wrote 90 (922 B)"
     )
     assert f"; cache: {text}; memory: " in unwrapped(stats)
     found = stats.as_dict()
@@ -109,6 +110,7 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
         counters=counters,
         device=device,
         log=log,
+        caches=CacheTransfer(counters),
         begin_write=lambda pending, earlier: None,
         finish_write=lambda pending, scatter_all: clock.pass_s(1.0),
     )

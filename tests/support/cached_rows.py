@@ -29,16 +29,23 @@ class CachedSource(Source):
         batches: Distinct rows of each batch, ascending.
         stores: The three stores.
         cache: Cache of the first two.
+        trained_stores: The stores, if the loop may run in a window; otherwise none.
     """
 
     fingerprint: Mapping[str, Any] = MappingProxyType({})
+    trained_stores: Sequence[Any] = ()
 
     def __init__(
-        self, batches: Sequence[np.ndarray], stores: Sequence[Any], cache: RowCache
+        self,
+        batches: Sequence[np.ndarray],
+        stores: Sequence[Any],
+        cache: RowCache,
+        trained_stores: Sequence[Any],
     ) -> None:
         self._batches = batches
         self._stores = stores
         self.cache = cache
+        self.trained_stores = trained_stores
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -50,14 +57,16 @@ class CachedSource(Source):
 
     def _batch(self, rows: np.ndarray, cached: Any) -> HostBatch:
         cached.part = 0
-        parts: list[Any] = [ArrayPart(cached.packed_positions)]
-        parts += [StoreRows(store, cached.gathered) for store in self._stores[:2]]
+        gathered = cached.moves.gathered
+        parts: list[Any] = [*map(ArrayPart, (cached.moves.positions, gathered, rows))]
+        n = len(parts)
+        parts += [StoreRows(store, gathered) for store in self._stores[:2]]
         parts.append(StoreRows(self._stores[2], rows))
         groups = [
-            RowGroup(cached.gathered, 1, self._stores[:2], cached=cached),
-            RowGroup(rows, 3, self._stores[2:]),
+            RowGroup(gathered, n, self._stores[:2], cached=cached, ids_part=1),
+            RowGroup(rows, n + 2, self._stores[2:], ids_part=2),
         ]
-        return HostBatch(parts, lambda tensors: list(tensors)[1:], [(len(rows), 0)], groups)
+        return HostBatch(parts, lambda tensors: list(tensors)[n:], [(len(rows), 0)], groups)
 
 
 class CachedRun:
@@ -75,6 +84,7 @@ class CachedRun:
         switches_within: Whether each step changes its stream and then works with the batch.
         flushes: Whether some steps flush all rows.
         frozen: Whether the rows that are cached stay as they are.
+        window: Whether the device reads and writes all rows itself, in a window.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class CachedRun:
         switches_within: bool = False,
         flushes: bool = False,
         frozen: bool = False,
+        window: bool = False,
     ) -> None:
         self.batches = [np.array(rows, np.int64) for rows in batches]
         self.capacity = capacity
@@ -101,6 +112,7 @@ class CachedRun:
         self.switches_within = switches_within
         self.flushes = flushes
         self.frozen = frozen
+        self.window = window
         self.arrays = [
             np.arange(N * D, dtype=np.float64).reshape(N, D),
             np.arange(N, dtype=np.int32),
@@ -130,7 +142,8 @@ class CachedRun:
         stores = list(map(make, self.arrays))
         with random_policy(self.policy):
             cache = RowCache("rows", stores[:2], self.capacity, device)
-        source = CachedSource(self.batches, stores, cache)
+        trained = stores if self.window else ()
+        source = CachedSource(self.batches, stores, cache, trained)
         schedule = PrefetchSchedule(depth, n_readers=1 + depth % 2, writes=True)
         return EpochRunner(
             source,
@@ -163,7 +176,8 @@ class CachedRun:
         for i, lent in enumerate(runner.run(lambda lent: lent)):
             self.step(device, runner, i, lent)
             if name := next_stream(i, self.switch_after, self.switch_once):
-                device.switch(name)
+                # Only a window needs that the new stream waits, as torch requires of programs.
+                (switch if self.window else SimDevice.switch)(device, name)
             if i + 1 == self.stop_after:
                 break
             # Not held while the next one is made: its memory can be given out again.
@@ -184,7 +198,7 @@ class CachedRun:
             for s, array in enumerate(self.arrays):
                 self.seen[i, s, "flushed"] = array.copy()
             self.change(device, i, lent, tensors)
-        for tensor in tensors:
+        for tensor in () if self.window else tensors:
             # Values were copied: the user may change them at once.
             device.launch(lambda t: t.fill(-1), tensor)
         self.work(device)

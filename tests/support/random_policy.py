@@ -1,18 +1,17 @@
-"""A policy of a row cache that decides at random, so that rows enter and leave in every way."""
+"""A policy of a row cache that decides at random, so that rows enter in every way."""
 
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from pinfeed.pipeline.cache_policy import CacheMoves
+from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
 
 
-class RandomPolicy:
-    """Policy with the interface of ``CachePolicy`` and random decisions.
+class RandomPolicy(CachePolicy):
+    """A policy with random decisions.
 
     Args:
         n_rows: Rows of the table.
@@ -20,42 +19,27 @@ class RandomPolicy:
         seed: Seed of the decisions.
     """
 
-    nbytes = 0
-
     def __init__(self, n_rows: int, capacity: int, seed: int = 0) -> None:
-        self.capacity = capacity
+        super().__init__(n_rows, capacity)
         self._rng = np.random.default_rng(seed)
-        self.begin()
 
-    def begin(self) -> None:
-        self.rows_of_slots = np.full(self.capacity, -1, np.int64)
-        self.last_used = np.zeros(self.capacity, np.int64)
-        self._n = 0
-
-    def contains(self, rows: np.ndarray) -> Any:
-        return np.isin(rows, self.rows_of_slots)
-
-    def decide(self, rows: np.ndarray, moves: CacheMoves) -> None:
+    def decide(self, rows: np.ndarray) -> CacheMoves:
         is_hit = self.contains(rows)
         hits, misses = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
-        slot_of = {row: slot for slot, row in enumerate(self.rows_of_slots.tolist())}
-        hit_slots = [slot_of[row] for row in rows[hits].tolist()]
-        free = self._some(np.flatnonzero(self.rows_of_slots < 0))
-        others = np.flatnonzero(~np.isin(self.rows_of_slots, [-1, *rows]))
-        chosen = self._some(misses)
-        slots = np.concatenate([free, self._rng.permutation(others)])[: len(chosen)]
-        admitted = np.sort(chosen[: len(slots)])
-        evicted_rows = self.rows_of_slots[slots[len(free) :]]
-        self.rows_of_slots[slots] = rows[admitted]
-        positions = np.concatenate([hits, admitted, np.setdiff1d(misses, admitted)])
-        held = np.concatenate([hit_slots, slots]).astype(np.int64)
-        self.last_used[held] = self._n
-        self._n += 1
-        moves.positions[: len(rows) + len(held)] = np.concatenate([positions, held])
-        moves.rows[: len(rows) + len(evicted_rows)] = np.concatenate(
-            [rows[positions], evicted_rows]
-        )
-        moves.counts[:] = len(hits), len(admitted), len(evicted_rows)
+        n_used = int(self._cache["n_used"])
+        hit_slots = ~self._rows[rows[hits]]
+        admitted = np.sort(self._some(misses)[: len(self._slots) - n_used])
+        slots = np.arange(n_used, n_used + len(admitted))
+        number = int(self._cache["n_batches"])
+        self._rows[rows[admitted]] = ~slots
+        self._slots["row"][slots] = rows[admitted]
+        self._slots["last_used"][[*hit_slots, *slots]] = number
+        self._cache["n_used"] += len(admitted)
+        self._cache["n_batches"] += 1
+        bypassed = np.setdiff1d(misses, admitted)
+        positions = np.concatenate([hits, admitted, bypassed, hit_slots, slots]).astype(np.int32)
+        gathered = rows[np.concatenate([admitted, bypassed])]
+        return CacheMoves(number, len(rows), len(hits), len(admitted), positions, gathered)
 
     def _some(self, numbers: np.ndarray) -> np.ndarray:
         """Return none, some or all of the numbers, in any order."""
@@ -70,5 +54,5 @@ def random_policy(seed: int | None) -> Iterator[None]:
         yield
         return
     policy = partial(RandomPolicy, seed=seed)
-    with mock.patch("pinfeed.pipeline.cache_decisions.CachePolicy", policy):
+    with mock.patch("pinfeed.pipeline.row_cache.CachePolicy", policy):
         yield

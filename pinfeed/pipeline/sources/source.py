@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Tensor
-from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.forwarding import SharedRows
+from pinfeed.pipeline.row_cache import CachedRows
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.readahead.strategy import UnreadRows
 from pinfeed.rows.batches import EpochHooks, RowBatches

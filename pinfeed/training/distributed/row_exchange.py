@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.recent_rows import RecentRows
-from pinfeed.pipeline.row_cache import RowCache
+from pinfeed.pipeline.row_cache import CachedRows, RowCache
 from pinfeed.rows.indices import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
@@ -220,14 +219,11 @@ class ChangingRows:
         """
         found = np.zeros(len(rows), bool)
         cached = None
-        written = rows
         if self._cache is not None:
             if self._is_trained:
-                found |= self._cache.decisions.contains(rows)
+                found |= self._cache.policy.contains(rows)
             cached = self._cache.decide(rows)
-            # The values of rows that leave the cache are written after the batch.
-            written = np.concatenate([rows, cached.evicted])
-        shared, *_ = self._recent.add(next(self._numbers), [rows], [written], ())
+        shared, *_ = self._recent.add(next(self._numbers), [rows], [rows], ())
         for latest, _ in shared.overlaps[0].values():
             found[shared.positions[slice(*latest.later)]] = True
         return found, cached

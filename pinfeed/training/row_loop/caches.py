@@ -72,7 +72,7 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
         use = f"cache of {cache.name}"
         items += [
             Allocation(f"{use}: {rows} rows", place, 1, cache.nbytes),
-            Allocation(f"bookkeeping of the {use}", "host", 1, cache.decisions.nbytes),
+            Allocation(f"bookkeeping of the {use}", "host", 1, cache.policy.nbytes),
         ]
     return tuple(items)
 
@@ -89,12 +89,6 @@ def cache_notes(
                 notes.append(
                     f"{name} fits its cache as a whole: a row is copied to the device at most once "
                     "in a loop, and copied back when the loop ends"
-                )
-            else:
-                memory = "host" if device.unified else "device"
-                notes.append(
-                    f"rows that leave the cache of {name} take {memory} memory in addition until "
-                    "they are written, at most as many as a batch has"
                 )
         elif used.table.device_cache is not None:
             reason = "the remaining memory is smaller than a row with its optimizer state"

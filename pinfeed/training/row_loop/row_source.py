@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pinfeed.devices.device import Tensor
-from pinfeed.pipeline.cache_decisions import CachedRows
-from pinfeed.pipeline.row_cache import RowCache
+from pinfeed.pipeline.row_cache import CachedRows, RowCache
 from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.loader_source import END, LoaderSource
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup
@@ -84,8 +83,7 @@ class TableRowSource(LoaderSource):
 
     @property
     def trained_stores(self) -> Sequence[Store]:
-        is_trained = self._ranks is None and any(table.writes for table in self._tables)
-        if not is_trained or any(self.caches):
+        if self._ranks is not None or not any(table.writes for table in self._tables):
             return ()
         return [store for table in self._tables for store in table.stores]
 
@@ -188,15 +186,15 @@ class TableRowSource(LoaderSource):
                 rows = one.own
                 one = one.cached
             if one is not None:
-                rows = one.gathered
+                rows = one.moves.gathered
                 one.part = len(parts)
-                parts.append(HostLeaf(torch.from_numpy(one.packed_positions)))
+                parts += map(HostLeaf, map(torch.from_numpy, (one.moves.positions, rows)))
             group = RowGroup(
                 rows,
                 len(parts),
                 table.stores,
                 cached=one,
-                ids_part=len(parts) - 1 if rows is lookup.rows else None,
+                ids_part=len(parts) - 1 if link is None or one is not None else None,
                 is_frozen=not table.trainable,
             )
             parts += [StoreRows(store, rows) for store in table.stores]
@@ -222,7 +220,8 @@ def _table_batch(
             values = next(tensors)
             row_positions = RowPositions(*(next(tensors) for _ in RowPositions._fields))
         if group.cached is not None:
-            # Only the cache needs the positions.
+            # Only the cache needs the positions and the other row indices.
+            next(tensors)
             next(tensors)
         stored = [next(tensors) for _ in group.stores]
         positions = on_device.positions(lookup, parts, tensors)

@@ -228,7 +228,13 @@ WORST = (
 )
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [
     (direct, kwargs)
-    for kwargs in ({}, {"stop_after": 3}, {"batches": GROWING}, {"batches": SCATTERED})
+    for kwargs in (
+        {},
+        {"stop_after": 3},
+        {"batches": GROWING},
+        {"batches": SCATTERED},
+        {"batches": GROWING, "caches": (0.3, 0.4), "policy": 1},
+    )
     for direct in (False, True)
 ]
 
