@@ -176,7 +176,8 @@ class RowWindow:
     def finish(self) -> None:
         """Wait until all writes are in their stores (consumer, or a thread that ends the loop)."""
         # Another thread may queue a write now, whose copies are not awaited here.
-        staged, self._staged = self._staged, []
+        staged = self._staged
+        self._staged = []
         # After an interrupt in ``write``, too, which may have come before its event.
         self._write.record().sync()  # the caller reads the stores, or frees the values next
         del staged
