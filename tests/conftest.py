@@ -1,8 +1,7 @@
 """Checks after every test that no thread and no file descriptor remains.
 
-Route measurements of the tests are separate from those of the user, but trials of drivers are taken
-over. The functions import torch themselves, because the process that only distributes the tests
-loads this file, too.
+The functions import torch themselves, because the process that only distributes the tests loads
+this file, too.
 """
 
 import contextlib
@@ -69,16 +68,6 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     for function in (library.library, library.why_not):
         function.cache_clear()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from pinfeed.devices import route
-
-    apart = tmp_path_factory.getbasetemp()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route, "_cache_folder", lambda: apart)
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,8 +14,6 @@ import torch
 from benchmarks.gpu.recorder import Skipped
 from pinfeed import PinnedStore
 from pinfeed.devices import resolve
-from pinfeed.devices.kernels import THICK, Grid
-from pinfeed.devices.route import Route
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.stores.host_rows import StoreRows, part_nbytes
 
@@ -92,10 +90,13 @@ class Bench:
         memory = self.device.empty(part_nbytes(sample), self.device.current_stream())
         return self.device.tensor(memory, sample.shape, sample.dtype)
 
-    def use_route(self, n_blocks: int, *, n_threads: int = THICK) -> None:
+    def use_route(self, n_blocks: int) -> None:
         """Set the blocks of the kernels that copy rows."""
         if self.cuda:
-            self.device.route = Route(Grid(n_blocks, n_threads), True, "")
+            self.device.kernels.n_blocks = n_blocks
+            # This also forgets the launches with other blocks.
+            self.device.choose_route([], None, "direct")
+            self.device.is_direct = True
 
     def indices(self, sample: StoreRows) -> Any:
         """Return the row indices of a sample on the device, or None if the device needs none."""

@@ -22,13 +22,13 @@ _PRODUCTS = (0, 16, 8, 32)
 _DEPTH = 2
 _N_BATCHES = 24
 _N_ROUNDS = 3
-_ROUTES = ("direct", "staged", None)
+_ROUTES = ("direct", "staged")
 
 
 def in_loop(run: Run) -> list[Cell]:
-    """Return cells of loops on both routes, and on the one that the feeder chooses.
+    """Return cells of loops on both routes.
 
-    A fixed rule for the route is right if it is close to the faster one in every cell.
+    The default is right if it is close to the faster one in every cell.
     """
     memory = functools.cache(lambda: words((2 << 30) if run.cuda else (8 << 20), pin=run.cuda))
     products = functools.cache(lambda: Products(run.device, 4096))
@@ -42,8 +42,7 @@ def in_loop(run: Run) -> list[Cell]:
             with Feeder(store, shuffle=True, device=run.device, route=route, **options) as feeder:
                 step = functools.partial(products(), n_products)
                 times = _round_times(run, feeder, row_nbytes, step)
-                name = route or "chosen"
-                found[name] = {
+                found[route or "default"] = {
                     "batch_ms": round(statistics.median(times) * 1e3, 4),
                     "rounds_ms": [round(one * 1e3, 4) for one in times],
                     "plan": feeder.plan.route,

@@ -89,7 +89,7 @@ class Overlap:
         cell = RowCell(dim, n_rows, 0.0, 0.5, table_bytes=store.array.nbytes)
         rows = [ids.numpy() for ids in cell.batches(N_WARM + self.sizes.n + 1)]
         step_of = functools.partial(self._step, _PRODUCTS[0], 1)
-        return self._measure(store, step_of, "chosen", write=True, rows=rows, depth=depth)
+        return self._measure(store, step_of, "staged", write=True, rows=rows, depth=depth)
 
     def resnet(self, route: str) -> Fields:
         """Measure ResNet-18, which reads images."""
@@ -150,12 +150,12 @@ class Overlap:
         Args:
             store: Store of the rows.
             step_of: Function that returns the step, given the seconds of a transfer.
-            route: Route of the feeder; "chosen" is the one that the feeder measures.
+            route: Route of the feeder.
             write: Whether the rows are written back.
             **options: Further options of the feeder.
         """
         options = {"depth": _DEPTH, **options}
-        if route != "chosen" and self.device != "cpu":
+        if self.device != "cpu":
             options["route"] = route
         with Feeder(store, device=self.device, **options) as feeder:
             return self._rounds(feeder, store, step_of, write)
@@ -223,15 +223,15 @@ def overlaps(run: Run) -> list[Cell]:
     sizes = overlap.sizes.rows
     factors = _FACTORS if run.cuda else ()
     return [
-        *products([largest], sizes[:2], 1, "chosen"),
+        *products([largest], sizes[:2], 1, "staged"),
         *shared[:2],
-        *_models(run, overlap, "chosen"),
-        *products([largest], sizes[2:], 1, "chosen"),
-        *products(smaller, sizes, 1, "chosen"),
+        *_models(run, overlap, "staged"),
+        *products([largest], sizes[2:], 1, "staged"),
+        *products(smaller, sizes, 1, "staged"),
         *shared[2:],
         *(cell for factor in factors for cell in products(smaller, [4096], factor, "direct")),
-        *products(smaller, sizes[:2], 1, "staged"),
-        *(_models(run, overlap, "staged")[:1] if run.cuda else ()),
+        *products(smaller, sizes[:2], 1, "direct"),
+        *(_models(run, overlap, "direct")[:1] if run.cuda else ()),
     ]
 
 

@@ -139,7 +139,7 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
         str(deadline),
         str(limit),
     )
-    # The temporary files of a part, and its measured routes, are removed even if it is killed.
+    # The temporary files of a part are removed even if it is killed.
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             bound(command),
@@ -149,7 +149,7 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
             errors="replace",
             start_new_session=True,
             cwd=ROOT,
-            env={**os.environ, "TMPDIR": folder, "XDG_CACHE_HOME": folder},
+            env={**os.environ, "TMPDIR": folder},
         )
         reader = threading.Thread(target=_echo, args=(process.stdout, last), daemon=True)
         reader.start()

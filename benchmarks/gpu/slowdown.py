@@ -16,7 +16,6 @@ from benchmarks.gpu.conditions import clocks
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.gpu.steady import between_s, mark
 from benchmarks.gpu.steps import IMAGE, Products, resnet_step
-from pinfeed.devices.kernels import THICK, THIN
 from pinfeed.stores.host_rows import StoreRows
 
 _ROW_BYTES = (512, 4096, 65_536)
@@ -37,25 +36,23 @@ def slowdowns(run: Run) -> list[Cell]:
     The cells of no mover show how much the ratios of one measurement scatter.
     """
     shared = functools.cache(lambda: Together(run))
-    thick = [(f"{n} thick blocks", n, THICK) for n in (8, 32, 1, 4, 16)]
-    thin = [("one thin block on each multiprocessor", 0, THIN)]
-    engine: list[tuple[str, int, int]] = [(NOTHING, 0, 0), (ENGINE, 0, 0)]
-    few = [*engine, *thick[:2], *thin]
+    blocks = [(f"{n} blocks", n) for n in (8, 32, 1, 4, 16)]
+    few = [(NOTHING, 0), (ENGINE, 0), *blocks[:2]]
     steps = ("products of 4096", "products of 8192", "ResNet-18")
     combinations = [
         *((512, step, mover) for step in steps for mover in few),
-        *((4096, steps[0], mover) for mover in (*thick, *thin)),
-        *((65_536, steps[0], mover) for mover in thick[:2]),
-        *((512, steps[0], mover) for mover in thick[2:]),
+        *((4096, steps[0], mover) for mover in blocks),
+        *((65_536, steps[0], mover) for mover in blocks[:2]),
+        *((512, steps[0], mover) for mover in blocks[2:]),
     ]
     return [
         Cell(
             {"row_nbytes": row_nbytes, "step": step, "by": by},
             functools.partial(
-                lambda *arguments: shared().measure(*arguments), row_nbytes, step, n, n_threads, by
+                lambda *arguments: shared().measure(*arguments), row_nbytes, step, n, by
             ),
         )
-        for row_nbytes, step, (by, n, n_threads) in combinations
+        for row_nbytes, step, (by, n) in combinations
     ]
 
 
@@ -72,9 +69,7 @@ class Together:
         self._samples = functools.cache(self._make_samples)
         self._steps = functools.cache(self._make_step)
 
-    def measure(
-        self, row_nbytes: int, step_name: str, n_blocks: int, n_threads: int, by: str
-    ) -> Fields:
+    def measure(self, row_nbytes: int, step_name: str, n_blocks: int, by: str) -> Fields:
         """Time transfers and steps alone and together, in turn, each for equally long.
 
         Returns:
@@ -82,7 +77,7 @@ class Together:
             to those alone (medians of rounds), and the time of both to the longer one.
         """
         step = self._steps(step_name)
-        move = self._mover(row_nbytes, n_blocks, n_threads, by)
+        move = self._mover(row_nbytes, n_blocks, by)
         n_steps = self._count(step)
         n_moves = self._count(move) if move else 0
         rounds: list[dict[str, float]] = []
@@ -112,7 +107,6 @@ class Together:
         medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         return {
             "n_blocks": n_blocks,
-            "n_threads": n_threads,
             **{name: round(value, 4) for name, value in medians.items()},
             "step_rounds": [round(one["step_during_to_alone"], 3) for one in rounds],
             "conditions": conditions,
@@ -160,7 +154,7 @@ class Together:
         wait(self.bench.device.name)
         return max(2, round(self._duty_s / ((time.perf_counter() - begin) / 3)))
 
-    def _mover(self, row_nbytes: int, n_blocks: int, n_threads: int, by: str) -> Work | None:
+    def _mover(self, row_nbytes: int, n_blocks: int, by: str) -> Work | None:
         if by == NOTHING:
             return None
         bench, samples = self.bench, self._samples(row_nbytes)
@@ -168,11 +162,9 @@ class Together:
             sample, into = samples.pairs[0]
             staged = bench.device.staging(samples.nbytes).view(np.int64).reshape(sample.shape)
             return functools.partial(bench.device.copy, staged, into, bench.read)
-        if n_threads == THIN and bench.cuda:
-            n_blocks = torch.cuda.get_device_properties(0).multi_processor_count
 
         def gather() -> None:
-            bench.use_route(n_blocks, n_threads=n_threads)
+            bench.use_route(n_blocks)
             samples.gather()
 
         return gather

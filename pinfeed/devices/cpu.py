@@ -165,7 +165,7 @@ class HostDevice:
         # the interpreter's lock.
         return value if type(value) is torch.Tensor and value.is_cpu else value.to("cpu")
 
-    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+    def choose_route(self, stores: Sequence[Store], wanted: str | None, default: str) -> str:
         # Only one route is possible: rows are gathered straight into the batch.
         if wanted is None:
             return ""
@@ -228,13 +228,13 @@ class PlannedGpu(HostDevice):
 
     ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU,
     created on a machine without one. The batches of the feeder would stay on the host. The plan
-    stages rows of page-locked tables, because the faster route can only be measured on the GPU.
+    stages the rows of page-locked tables, because only a GPU can read them.
     """
 
     name = "cuda"
     unified = False
 
-    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+    def choose_route(self, stores: Sequence[Store], wanted: str | None, default: str) -> str:
         if wanted == "direct":
             raise DeviceError(
                 "route='direct': this machine has no GPU that could read the rows; leave route out"

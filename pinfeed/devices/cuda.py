@@ -85,28 +85,19 @@ class CudaDevice(DirectAccess):
         self.name = f"cuda:{index}"
         # Slots keep their staging memory, so spare blocks are those that were outgrown.
         self._staging = BufferPool(min(n_spare, 1), functools.partial(staging_memory, self._device))
-        self._side: torch.cuda.Stream | None = None
         # Streams of the program by their handles.
         self._streams: dict[int, CudaStream] = {}
         self.engine_driver = cuda_driver(self._device)
 
-    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
-        why = super().choose_route(stores, n_rows, wanted)
+    def choose_route(self, stores: Sequence[Store], wanted: str | None, default: str) -> str:
+        why = super().choose_route(stores, wanted, default)
         if "kernels" in vars(self):
             # Compiled together with the others. Otherwise, the training thread would compile it.
             _ = self._row_copy_kernel
         return why
 
     def stream(self, name: str) -> CudaStream:
-        # If rows are read and written in turn, both are in one stream. Transforms have
-        # another stream, because the copies of later batches would wait for them.
-        is_of_rows = name != "transform"
-        if is_of_rows and not self.route.duplex and self._side is not None:
-            return CudaStream(self._side, self)
-        stream = torch.cuda.Stream(self._device, _PRIORITY)
-        if is_of_rows:
-            self._side = stream
-        return CudaStream(stream, self)
+        return CudaStream(torch.cuda.Stream(self._device, _PRIORITY), self)
 
     def current_stream(self) -> CudaStream:
         handle = current_handle(self._index)

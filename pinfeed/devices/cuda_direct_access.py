@@ -5,9 +5,7 @@ Consecutive rows are one copy. Kernels move other rows.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -16,9 +14,7 @@ import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
-from pinfeed.devices.kernels import THICK, WIDEST_WORD, Grid, RowKernels
-from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
-from pinfeed.devices.route_benchmark import MatrixProducts, grids_of, measure
+from pinfeed.devices.kernels import WIDEST_WORD, RowKernels
 from pinfeed.errors import DeviceError, described
 from pinfeed.native.row_moves import RowDirection, RowMover, RowMoves
 from pinfeed.rows.orders import Rows
@@ -30,10 +26,6 @@ from pinfeed.tensors.numpy_torch import TORCH
 _Table = tuple[Any, torch.Tensor]
 """Store, and rows of it in a batch on the device."""
 
-# Rows of a batch for which a route is measured if the number is unknown.
-_TYPICAL_ROWS = 4096
-# Blocks of a kernel if the route was not measured.
-_GRID = Grid(8)
 # The kernels count the words of a row in 32 bits.
 _MAX_ROW_BYTES = 1 << 30
 
@@ -52,8 +44,9 @@ class DirectAccess:
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
         self._index = index
-        self.route = STAGED
-        """Route of the rows of page-locked stores; the last decision applies to all feeders."""
+        self.is_direct = False
+        """Whether rows of page-locked stores are read directly; the last choice applies to all
+        feeders."""
         # Every loop over the same stores uses the same ones.
         self._movers: dict[tuple[Any, ...], RowMover] = {}
 
@@ -63,7 +56,7 @@ class DirectAccess:
         """Queue a copy, like ``Device.copy``."""
         raise NotImplementedError
 
-    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+    def choose_route(self, stores: Sequence[Store], wanted: str | None, default: str) -> str:
         # Stores of earlier feeders are not kept.
         self._movers.clear()
         reached = [store for store in stores if self.can_reach(store)]
@@ -73,53 +66,36 @@ class DirectAccess:
                 f"route='direct': the rows of a {type(other).__name__} are not in page-locked "
                 "memory that a GPU can read; put them into a PinnedStore, or leave route out"
             )
-        self.route, why = self._measured_route(reached, n_rows, wanted)
-        return why
+        self.is_direct = False
+        if not reached or (wanted or default) == "staged":
+            return ""
+        problem = self._problem()
+        if problem and wanted == "direct":
+            raise DeviceError(f"route='direct': {problem}; leave route out")
+        self.is_direct = not problem
+        return problem and f"page-locked rows are staged: {problem}"
 
-    def _measured_route(
-        self, stores: Sequence[PinnedStore], n_rows: int, wanted: str | None
-    ) -> tuple[Route, str]:
-        """Return the route of the rows of stores that the GPU can reach, and its reason."""
-        if not stores or wanted == "staged":
-            return STAGED, ""
+    def _problem(self) -> str:
+        """Return why kernels cannot move rows; an empty string if they can."""
         if self.engine_driver is None:
-            if wanted == "direct":
-                raise DeviceError(
-                    f"route='direct': {self.name} needs pinfeed's compiled part and the CUDA "
-                    "driver, which `pinfeed doctor` looks for; leave route out"
-                )
-            needs = "a GPU reads them only with the compiled part and the CUDA driver"
-            return STAGED, f"page-locked rows are staged: {needs}"
+            return (
+                f"{self.name} needs pinfeed's compiled part and the CUDA driver, which "
+                "`pinfeed doctor` looks for"
+            )
         try:
             # Compiled now, so that an error is raised here and not in a reader thread.
             _ = self.kernels
         except Exception as error:
             # CuPy is not installed, it has no compiler for this GPU, or the driver is too old.
-            if wanted == "direct":
-                raise DeviceError(
-                    f"route='direct': the kernels do not run on {self.name} "
-                    f"({described(error)}); leave route out"
-                ) from error
-            why = f"page-locked rows are staged: the kernels do not run ({described(error)})"
-            return STAGED, why
-        try:
-            route = decide(_measured_rates(self, stores, n_rows or _TYPICAL_ROWS), wanted)
-        except (DeviceError, RuntimeError) as error:
-            # The machine does not have enough memory for a measurement.
-            how = "read by the GPU" if wanted else "staged"
-            why = (
-                f"page-locked rows are {how}: the faster route could not be measured "
-                f"({described(error)})"
-            )
-            return (Route(_GRID, True, "") if wanted == "direct" else STAGED), why
-        return route, route.why
+            return f"the kernels do not run on {self.name} ({described(error)})"
+        return ""
 
     def reaches(self, source: UnreadPart | Store) -> bool:
         value = getattr(source, "host_value", None)
         if value is not None:
             # A batch of a loader is read directly if the loader has pin_memory=True.
             return bool(value.is_pinned())
-        return self.route.grid is not None and self.can_reach(getattr(source, "store", source))
+        return self.is_direct and self.can_reach(getattr(source, "store", source))
 
     def can_reach(self, store: Any) -> TypeGuard[PinnedStore]:
         """Return whether the GPU can read and write the rows of a store itself.
@@ -133,19 +109,13 @@ class DirectAccess:
             and 0 < row_nbytes(store) < _MAX_ROW_BYTES
         )
 
-    @property
-    def grids(self) -> Sequence[Grid]:
-        """Grids with which the kernels are timed."""
-        return grids_of(torch.cuda.get_device_properties(self._device).multi_processor_count)
-
     @functools.cached_property
     def kernels(self) -> RowKernels:
         """Kernels that move rows, compiled at the first use."""
         return RowKernels(self._index)
 
     def row_moves(self, kind: RowDirection, stores: Mapping[int, Any]) -> RowMoves:
-        # Another feeder on this device may have chosen the staged route since.
-        return self.kernels.moves(kind, stores, self.route.grid or _GRID)
+        return self.kernels.moves(kind, stores)
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
         if not stores or not len(rows) or run_of(rows) is not None:
@@ -218,15 +188,11 @@ class DirectAccess:
         paired: bool,
     ) -> RowMover:
         """Return what queues moves of the rows of stores."""
-        # Another feeder on this device may have chosen the staged route since.
-        grid = self.route.grid or _GRID
-        if paired and grid.n_threads != THICK:
-            grid = _GRID
-        key = (kind, grid, index_nbytes, paired, *stores)
+        key = (kind, index_nbytes, paired, *stores)
         mover = self._movers.get(key)
         if mover is None:
             numbered = dict(enumerate(stores))
-            moves = self.kernels.moves(kind, numbered, grid, index_nbytes, paired=paired)
+            moves = self.kernels.moves(kind, numbered, index_nbytes, paired=paired)
             self._movers[key] = mover = RowMover(moves, kind)
         return mover
 
@@ -239,26 +205,6 @@ class DirectAccess:
         staged = torch.empty(rows.shape, dtype=TORCH[dtype], device="cpu", pin_memory=True)
         staged.numpy()[...] = rows
         return staged.to(self._device, non_blocking=True)
-
-
-def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows: int) -> Rates:
-    """Return the rates of the routes of such rows, measured or remembered."""
-    # Sizes are rounded to powers of two, so that few are measured.
-    batch = (n_rows - 1).bit_length()
-    table = (max(store.array.nbytes for store in stores) - 1).bit_length()
-    key = (
-        f"{torch.cuda.get_device_name(device._device)}, {len(os.sched_getaffinity(0))} cores, "
-        f"rows of {sorted(map(row_nbytes, stores))} B, 2^{batch} of them, "
-        f"tables up to 2^{table} B"
-    )
-
-    def measured() -> Rates:
-        # Measured with a separate device object, because other feeders may use this one.
-        same_gpu: Any = type(device)(device._index)
-        with contextlib.closing(same_gpu) as apart:
-            return measure(apart, stores, 1 << batch, MatrixProducts(device._device))
-
-    return cached_rates(key, measured)
 
 
 def is_in_order(tensor: torch.Tensor) -> bool:

@@ -223,18 +223,16 @@ class Device(Protocol):
         """
         ...
 
-    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+    def choose_route(self, stores: Sequence[Store], wanted: str | None, default: str) -> str:
         """Choose the route of rows between the stores and the device.
-
-        It is called before ``stream``, because the number of streams depends on the route.
 
         Args:
             stores: Stores of the rows.
-            n_rows: Rows of a batch; 0 if the number is unknown.
-            wanted: ``"direct"``, ``"staged"``, or None for the faster route.
+            wanted: ``"direct"``, ``"staged"``, or None for the default.
+            default: The route if it is possible.
 
         Returns:
-            The reason for the choice; an empty string if only one route is possible.
+            The reason if the rows take another route; otherwise an empty string.
 
         Raises:
             DeviceError: If the requested route is not possible.

@@ -104,10 +104,10 @@ class Feeder(ResumableFeeder[T_co]):
             and 0 for loops over ``batches()`` of writable sources on the CPU.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
-        route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"direct"`` route,
-            GPU kernels read the rows straight from pinned host memory. On the ``"staged"`` route,
-            the CPU gathers the rows before they are copied. None is the faster one, as measured;
-            ``plan`` names it. It has no effect on batches on the CPU.
+        route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"staged"`` route,
+            the default, the CPU gathers the rows before they are copied. On the ``"direct"`` route,
+            GPU kernels read the rows straight from pinned host memory. It has no effect on batches
+            on the CPU.
         verify: Compare each batch with its rows in the stores before the loop receives it, and
             raise VerificationError if anything but ``write_back`` has changed them. This reads
             every row twice and waits for write-backs.

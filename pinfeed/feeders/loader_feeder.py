@@ -347,7 +347,7 @@ class FetchStores:
 
         Call it before the loop takes streams of the device.
         """
-        self._route = device.choose_route(self.stores, 0, None)
+        self._route = device.choose_route(self.stores, None, "staged")
         return RowFetch(self._specs, device)
 
     def plan(self, depth: int, device: Device) -> Plan:

@@ -60,7 +60,7 @@ class Planner:
         """Return the plan, and the read strategies of all stores.
 
         Args:
-            route: The user's choice of ``"direct"`` or ``"staged"``; None for the faster one.
+            route: The user's choice of ``"direct"`` or ``"staged"``; None for ``"staged"``.
 
         Raises:
             BudgetError: If the limits cannot hold batches of one row, or the batches from ``rows``.
@@ -73,9 +73,7 @@ class Planner:
                 "route='direct' was given with a RaggedStore, but the CPU gathers ragged rows; "
                 "leave out route"
             )
-        preferred = config.preferred_batch_size if config is not None else None
-        n_rows = self.batch_size or preferred or self._largest_given or 0
-        why = self.device.choose_route(tree.stores, n_rows, route)
+        why = self.device.choose_route(tree.stores, route, "staged")
         free = free_memory([*tree.stores, *tree.parts_of_ragged], config)
         if config is None:
             size = min(self.batch_size or self._largest_given or 0, self._most_rows)

@@ -230,7 +230,7 @@ class SimDevice:
     def adopt(self, part: UnreadPart, stream: Any) -> Any:
         raise AssertionError("no value is adopted")
 
-    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+    def choose_route(self, stores: Sequence[Store], wanted: str | None, default: str) -> str:
         return ""
 
     def reaches(self, source: UnreadPart | Store) -> bool:

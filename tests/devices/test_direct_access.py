@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,11 @@ from support.launches import Launching, moves_of
 from pinfeed import PinnedStore
 from pinfeed.devices import cuda_direct_access
 from pinfeed.devices.cuda_direct_access import DirectAccess
-from pinfeed.devices.kernels import Grid
-from pinfeed.devices.route import Route
 from pinfeed.errors import DeviceError
 from pinfeed.stores.host_rows import StoreRows
 from pinfeed.testing.sim_driver import MOVES
 
 LONG = 32 << 10
-DIRECT = Route(Grid(4), True, "")
 
 
 class HostMemory(DirectAccess):
@@ -31,9 +29,9 @@ class HostMemory(DirectAccess):
         moves=lambda kind, stores, *rest, **options: moves_of(stores, kind, *rest, **options)
     )
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self) -> None:
         super().__init__(0)
-        self.route = route
+        self.is_direct = True
         self.engine_driver: Any = Launching(lambda *_: 0)
 
 
@@ -52,7 +50,7 @@ def test_consecutive_rows_are_one_copy(rows: list[int]) -> None:
     """No kernel is launched, and no row index is needed."""
     wanted = np.array(rows)
     stores = [table(10, 24), table(11, LONG)]
-    device = HostMemory(DIRECT)
+    device = HostMemory()
     assert device.index_dtype(stores, wanted) is None
     parts = [StoreRows(store, wanted) for store in stores]
     tensors = [torch.zeros(part.shape, dtype=torch.uint8) for part in parts]
@@ -81,22 +79,55 @@ def test_consecutive_rows_are_one_copy(rows: list[int]) -> None:
 def test_row_indices_that_kernels_need(n_rows: int, row_nbytes: int, wanted: Any) -> None:
     # Only the numbers matter, and this memory is not allocated.
     store: Any = SimpleNamespace(n_rows=n_rows, row_shape=(row_nbytes,), dtype=np.dtype(np.uint8))
-    device, rows = HostMemory(DIRECT), np.array([5, 1, 2])
+    device, rows = HostMemory(), np.array([5, 1, 2])
     assert device.index_dtype([store], rows) == wanted
     assert device.index_dtype([store], rows[:0]) is None
     short: Any = SimpleNamespace(n_rows=10, row_shape=(), dtype=np.dtype(np.float32))
     assert device.index_dtype([store, short], rows) == wanted
 
 
-def test_without_a_driver_rows_are_staged() -> None:
-    device = HostMemory(DIRECT)
-    device.engine_driver = None
-    store = table(10, 24)
+@pytest.mark.parametrize("wanted", [None, "direct", "staged"])
+@pytest.mark.parametrize("default", ["direct", "staged"])
+def test_the_route_is_the_users_choice_or_the_default(wanted: str | None, default: str) -> None:
+    device, store = HostMemory(), table(10, 24)
     store.page_locked = True
-    assert "only with the compiled part" in device.choose_route([store], 5, None)
+    assert device.choose_route([store], wanted, default) == ""
+    assert device.reaches(store) == ((wanted or default) == "direct")
+
+
+def test_stores_that_are_not_page_locked_are_staged() -> None:
+    device = HostMemory()
+    stores = [table(10, 24), table(10, 24)]
+    assert device.choose_route(stores[:1], None, "direct") == ""
+    assert not device.reaches(stores[0])
+    stores[1].page_locked = True
+    assert device.choose_route(stores, None, "direct") == ""
+    assert [device.reaches(store) for store in stores] == [False, True]
+    with pytest.raises(DeviceError, match="rows of a PinnedStore are not in page-locked memory"):
+        device.choose_route(stores, "direct", "staged")
+
+
+@pytest.mark.parametrize("missing", ["driver", "kernels"])
+def test_without_a_driver_or_kernels_rows_are_staged(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(device: HostMemory) -> None:
+        raise ImportError("no CuPy")
+
+    device, store = HostMemory(), table(10, 24)
+    store.page_locked = True
+    if missing == "driver":
+        device.engine_driver = None
+        match = "host needs pinfeed's compiled part and the CUDA driver"
+    else:
+        monkeypatch.setattr(HostMemory, "kernels", property(fails))
+        match = r"the kernels do not run on host \(.*no CuPy"
+    assert device.choose_route([store], None, "staged") == ""
+    why = device.choose_route([store], None, "direct")
+    assert re.match(f"page-locked rows are staged: {match}", why)
     assert not device.reaches(store)
-    with pytest.raises(DeviceError, match="needs pinfeed's compiled part"):
-        device.choose_route([store], 5, "direct")
+    with pytest.raises(DeviceError, match=f"^route='direct': {match}.*; leave route out"):
+        device.choose_route([store], "direct", "staged")
 
 
 @pytest.mark.parametrize("begin", [0, 1, 4])
@@ -111,7 +142,7 @@ def test_kernels_read_aligned_values(begin: int, monkeypatch: pytest.MonkeyPatch
         read.append(ctypes.string_at(address, 48))
         return 0
 
-    device, rows = HostMemory(DIRECT), np.array([4, 2])
+    device, rows = HostMemory(), np.array([4, 2])
     device.engine_driver = Launching(run)
     whole = torch.arange(200, dtype=torch.uint8)
     for values in (whole[begin : begin + 48].view(2, 24), whole[begin : begin + 48].view(24, 2).T):

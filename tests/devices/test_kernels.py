@@ -19,12 +19,10 @@ from support.launches import Launching, Run, moves_of
 from pinfeed.devices import kernels
 from pinfeed.devices.kernels import (
     KERNELS,
+    N_THREADS,
+    NAMES,
+    OPTIONS,
     SOURCE,
-    THICK,
-    THIN,
-    Grid,
-    names_of,
-    options,
     word_width,
 )
 from pinfeed.native import library as native
@@ -58,7 +56,7 @@ KINDS = ["int32", "int64", "pair"]
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a function that runs kernels whose threads have some words in flight."""
     numbers = (f"MAX_TABLES={MAX_TABLES}", f"IN_FLIGHT={request.param}")
-    numbers += ("N_THREADS=blockDim.x", "PAIRED=1")
+    numbers += ("N_THREADS=blockDim.x",)
     library = compiled_for_cpu(SOURCE + RUN, tmp_path_factory.mktemp("kernels"), numbers)
     library.run.restype = ctypes.c_longlong
     library.run.argtypes = [
@@ -87,11 +85,11 @@ def bytes_at(
 
 
 def launches(
-    stores: Any, n_rows: int, grid: Grid, index_nbytes: int = 4, indices: int = 1 << 40
+    stores: Any, n_rows: int, n_blocks: int, index_nbytes: int = 4, indices: int = 1 << 40
 ) -> Any:
     """Return a driver after the launches that gather rows; their kernels do not run."""
     driver: Any = Launching(lambda *_: 0)
-    mover = RowMover(moves_of(stores, "gather", grid, index_nbytes), "gather")
+    mover = RowMover(moves_of(stores, "gather", index_nbytes, n_blocks=n_blocks), "gather")
     mover(driver, 0, -1, n_rows, indices, [1 << 30] * len(stores))
     return driver
 
@@ -125,7 +123,7 @@ SIZES = st.lists(
     offsets=st.lists(st.sampled_from([0, 0, 1, 2, 4, 8]), min_size=10, max_size=10),
     n_table=st.integers(1, 60),
     share=st.floats(0, 1),
-    grid=st.sampled_from([Grid(1, THIN), Grid(3, THIN), Grid(2, THICK)]),
+    n_blocks=st.integers(1, 3),
     index=st.sampled_from([np.int32, np.int64]),
     seed=st.integers(0, 99),
 )
@@ -135,7 +133,7 @@ def test_rows_are_gathered_and_scattered(
     offsets: list[int],
     n_table: int,
     share: float,
-    grid: Grid,
+    n_blocks: int,
     index: type[np.integer[Any]],
     seed: int,
 ) -> None:
@@ -154,11 +152,11 @@ def test_rows_are_gathered_and_scattered(
 
     def move(kind: Any) -> None:
         driver: Any = Launching(run)
-        mover = RowMover(moves_of(stores, kind, grid, rows.itemsize), kind)
+        mover = RowMover(moves_of(stores, kind, rows.itemsize, n_blocks=n_blocks), kind)
         packed_at = [there.ctypes.data for there in packed]
         mover(driver, 0, -1, len(rows), rows.ctypes.data, packed_at)
         assert bool(driver.launched) == bool(len(rows))
-        assert all(0 < n <= grid.n_blocks for n in driver.n_blocks)
+        assert all(0 < n <= n_blocks for n in driver.n_blocks)
 
     move("gather")
     for table, there, whole, old in zip(tables, packed, memory, before, strict=False):
@@ -185,7 +183,7 @@ def test_rows_are_gathered_and_scattered(
     [([512] * 3, 10**7), ([1], 10**9), ([1 << 29], 5), ([600 << 10, 32], 10**5)],
 )
 def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int, index_nbytes: int) -> None:
-    driver = launches([Rows(size) for size in sizes], n_rows, Grid(32), index_nbytes)
+    driver = launches([Rows(size) for size in sizes], n_rows, 32, index_nbytes)
     assert set(driver.n_blocks) == {32}
     done: Counter[str] = Counter()
     for name, argument in zip(driver.launched, driver.arguments, strict=True):
@@ -199,26 +197,17 @@ def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int, index_n
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @pytest.mark.parametrize(
-    ("sizes", "n_rows", "grid", "n_blocks"),
-    [
-        ([24], 6, Grid(64), 1),
-        ([512], 1000, Grid(64), 63),
-        ([512], 8192, Grid(64), 64),
-        ([64, 512], 32, Grid(64), 2),
-        ([512], 100, Grid(132, THIN), 100),
-        ([512], 1000, Grid(132, THIN), 132),
-    ],
+    ("sizes", "n_rows", "n_blocks"),
+    [([24], 6, 1), ([512], 1000, 63), ([512], 8192, 64), ([64, 512], 32, 2)],
 )
-def test_a_small_batch_takes_few_blocks(
-    sizes: list[int], n_rows: int, grid: Grid, n_blocks: int
-) -> None:
-    assert launches([Rows(size) for size in sizes], n_rows, grid).n_blocks == [n_blocks]
+def test_a_small_batch_takes_few_blocks(sizes: list[int], n_rows: int, n_blocks: int) -> None:
+    assert launches([Rows(size) for size in sizes], n_rows, 64).n_blocks == [n_blocks]
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 def test_tables_of_one_word_width_share_a_launch() -> None:
     """Weights and state of a table are one launch, and a scalar for each row is another."""
-    driver = launches([Rows(size) for size in (512, 4, 512, 512, 1, 4)], 100, Grid(8))
+    driver = launches([Rows(size) for size in (512, 4, 512, 512, 1, 4)], 100, 8)
     assert driver.launched == [KERNELS["gather", width, 4] for width in (16, 4, 1)]
     assert [int(argument["n_tables"]) for argument in driver.arguments] == [3, 2, 1]
 
@@ -238,25 +227,22 @@ def test_tables_of_one_word_width_share_a_launch() -> None:
 )
 def test_the_widest_word_that_fits(address: int, row_nbytes: int, width: int) -> None:
     assert word_width(address | row_nbytes) == width
-    (launch,) = moves_of([Rows(row_nbytes, address)], "gather", Grid(1)).launches
+    (launch,) = moves_of([Rows(row_nbytes, address)], "gather").launches
     assert launch.width == width
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("n_threads", "n_registers"), [(THICK, 64), (THIN, 32)])
-def test_they_compile_for_gpus_and_spill_no_register(
-    architecture: int, n_threads: int, n_registers: int
-) -> None:
-    """A thick block leaves half of the registers to the model, and a thin one takes 1,024."""
-    found = compiled_for_gpu(architecture, SOURCE, options(n_threads))
-    assert sorted(found) == sorted(names_of(n_threads))
-    assert max(n for n, _ in found.values()) <= n_registers
+def test_they_compile_for_gpus_and_spill_no_register(architecture: int) -> None:
+    """A block leaves half of the registers of its multiprocessor to the model."""
+    found = compiled_for_gpu(architecture, SOURCE, OPTIONS)
+    assert sorted(found) == sorted(NAMES)
+    assert max(n for n, _ in found.values()) * N_THREADS <= 32 << 10
     assert max(spilled for _, spilled in found.values()) == 0
 
 
 def test_spilled_registers_are_noticed() -> None:
-    few = [option.replace("=64", "=24") for option in options(THICK)]
-    assert few != list(options(THICK))
+    few = [option.replace("=64", "=24") for option in OPTIONS]
+    assert few != list(OPTIONS)
     found = compiled_for_gpu(90, SOURCE, few)
     assert max(spilled for _, spilled in found.values()) > 0
 
@@ -299,7 +285,7 @@ def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
     stored: Any = {0: ArrayStore(np.zeros((4, 2)))}
-    reads = kernels.RowKernels(1).moves("gather", stored, Grid(2))
+    reads = kernels.RowKernels(1).moves("gather", stored)
     assert [launch.kernel for launch in reads.launches] == [101]
 
 
@@ -312,7 +298,7 @@ def test_a_handle_belongs_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     is_run=st.booleans(),
     is_sorted=st.booleans(),
     is_long=st.booleans(),
-    grid=st.sampled_from([Grid(1, THIN), Grid(3, THIN), Grid(2, THICK)]),
+    n_blocks=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
 def test_an_engine_launches_them(
@@ -323,7 +309,7 @@ def test_an_engine_launches_them(
     is_run: bool,
     is_sorted: bool,
     is_long: bool,
-    grid: Grid,
+    n_blocks: int,
     seed: int,
 ) -> None:
     """The argument, the entries of the rows, and the kernels fit each other."""
@@ -336,8 +322,8 @@ def test_an_engine_launches_them(
     driver: Any = Launching(run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_moves, "_LARGE_NBYTES", 0 if is_sorted else 1 << 60)
-        reads = moves_of(stores, "gather", grid)
-    assert (reads.shift >= 0) == (is_sorted and max(sizes) < 1024 and grid.n_threads == THICK)
+        reads = moves_of(stores, "gather", n_blocks=n_blocks)
+    assert (reads.shift >= 0) == (is_sorted and max(sizes) < 1024)
     if is_long and reads.shift < 0:
         by_name = {name: 1 + i for i, name in enumerate(driver.names)}
         launches = [

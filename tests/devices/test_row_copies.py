@@ -202,5 +202,5 @@ def test_the_kernel_is_compiled_together_with_the_others(
     DirectAccess.__init__(device, 3)
     if has_kernels:
         device.kernels = types.SimpleNamespace()
-    assert device.choose_route([], 0, None) == ""
+    assert device.choose_route([], None, "direct") == ""
     assert compiled == [3] * has_kernels

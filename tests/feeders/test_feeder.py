@@ -354,9 +354,9 @@ def test_the_plan_says_why_rows_take_their_route() -> None:
     asked: list[Any] = []
 
     class Choosing(HostDevice):
-        def choose_route(self, stores: Any, n_rows: int, wanted: str | None) -> str:
-            asked.append((len(stores), n_rows, wanted))
-            return "because it was measured"
+        def choose_route(self, stores: Any, wanted: str | None, default: str) -> str:
+            asked.append((len(stores), wanted, default))
+            return "because it cannot"
 
     array = np.zeros((100, 2))
     for options in (
@@ -365,9 +365,9 @@ def test_the_plan_says_why_rows_take_their_route() -> None:
         {"rows": [np.arange(7), np.arange(3)]},
     ):
         with Feeder(array, device=Choosing(), **options) as feeder:  # type: ignore[arg-type]
-            assert feeder.plan.notes[0] == "because it was measured"
-            assert str(feeder.plan).splitlines()[-1] == "because it was measured"
-    assert asked == [(1, 10, None), (1, 10, "staged"), (1, 7, None)]
+            assert feeder.plan.notes[0] == "because it cannot"
+            assert str(feeder.plan).splitlines()[-1] == "because it cannot"
+    assert asked == [(1, None, "staged"), (1, "staged", "staged"), (1, None, "staged")]
     for route in ("direct", "staged"):
         with Feeder(array, batch_size=10, device="cpu", route=route) as feeder:
             assert feeder.plan.notes[0] == (

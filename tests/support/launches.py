@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pinfeed.devices import kernels
-from pinfeed.devices.kernels import KERNELS, PAIRED, Grid
+from pinfeed.devices.kernels import KERNELS, N_BLOCKS, PAIRED
 from pinfeed.native.driver import DriverTable
 from pinfeed.native.engine import Engine
 from pinfeed.native.row_moves import RowMoves
@@ -87,9 +87,13 @@ class Module:
         return 1 + self._names.index(name)
 
 
-def moves_of(stores: Any, kind: Any, grid: Grid, *rest: Any, **options: Any) -> RowMoves:
+def moves_of(
+    stores: Any, kind: Any, *rest: Any, n_blocks: int = N_BLOCKS, **options: Any
+) -> RowMoves:
     """Return moves of the rows of stores by kernels whose handles are numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "CudaModule", Module)
         stored = stores if isinstance(stores, dict) else dict(enumerate(stores))
-        return kernels.RowKernels(0).moves(kind, stored, grid, *rest, **options)
+        made = kernels.RowKernels(0)
+        made.n_blocks = n_blocks
+        return made.moves(kind, stored, *rest, **options)

@@ -47,7 +47,7 @@ class RowLoop(LoaderFeeder[T_co]):
         depth: Number of batches to prefetch. None is 2, or 0 on the CPU without sharded tables
             and transforms, because no copy needs to be hidden.
         device: Target device, as the user named it.
-        route: Route of rows of page-locked stores to a GPU. None is the faster one.
+        route: Route of rows of page-locked stores to a GPU. None is ``"direct"``, if possible.
         verify: Whether to compare all rows with the synchronous loop.
         options: The other options of the loop.
     """
@@ -140,7 +140,7 @@ class RowLoop(LoaderFeeder[T_co]):
 
     @property
     def route(self) -> str:
-        """Route of the rows to and from the GPU, and its reason. It is empty without a choice.
+        """Why rows of page-locked stores are staged, if they need not be; otherwise empty.
 
         On the CPU, it says if the argument ``route`` has no effect.
         """
@@ -286,8 +286,8 @@ class RowLoop(LoaderFeeder[T_co]):
 
     def _open_device(self, device: Any, n_spare: int) -> Device:
         found = super()._open_device(device, n_spare)
-        # Chosen before the loop takes its streams, because the route decides how many there are.
-        self._route = found.choose_route(self._stores, 0, self._wanted_route)
+        # The rows of a batch are few, and the GPU writes them back without a thread of the host.
+        self._route = found.choose_route(self._stores, self._wanted_route, "direct")
         self._caches = row_caches(self._tables, found, self._config)
         self._source.caches = self._caches
         return found

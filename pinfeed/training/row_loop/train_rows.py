@@ -94,7 +94,8 @@ def train_rows(
             training loop itself requests batches and ids. None is 2, or 0 on the CPU without
             sharded tables and transforms, because no copy needs to be hidden.
         device: Target device, as for ``Feeder``.
-        route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
+        route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``. None is
+            ``"direct"`` if the GPU can read and write all of them.
         verify: Whether to compare all rows with the synchronous loop. The loop then keeps a copy of
             every row that it has used, and raises VerificationError at the first difference. Every
             batch waits for the device.
@@ -204,7 +205,8 @@ def read_rows(
             ``train_rows``.
         depth: Number of batches to prefetch; None as for ``train_rows``.
         device: Target device, as for ``Feeder``.
-        route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
+        route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``. None is
+            ``"direct"`` if the GPU can read and write all of them.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, as for ``train_rows``.

@@ -60,9 +60,9 @@ class CallOrder(HostDevice):
         super().__init__()
         self.calls: list[str] = []
 
-    def choose_route(self, stores: Any, n_rows: int, wanted: str | None) -> str:
+    def choose_route(self, stores: Any, wanted: str | None, default: str) -> str:
         self.calls.append(f"route of {len(stores)} stores")
-        return super().choose_route(stores, n_rows, wanted)
+        return super().choose_route(stores, wanted, default)
 
     def stream(self, name: str) -> Any:
         self.calls.append(name)
