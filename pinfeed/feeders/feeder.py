@@ -24,10 +24,11 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, engine_
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, is_repeatable
+from pinfeed.rows.orders import Order
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
+from pinfeed.rows.user_order import known
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -358,7 +359,7 @@ class Feeder(ResumableFeeder[T_co]):
             continuous = (
                 not options.has_transforms
                 and not self._verify
-                and is_repeatable(rows)
+                and known(rows).is_repeatable
                 and tree.only_reads_files
             )
             options = dataclasses.replace(options, continuous=continuous)

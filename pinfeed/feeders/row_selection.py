@@ -14,11 +14,12 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, PerRank, in_blocks, sequential, shuffled
+from pinfeed.rows.orders import Order, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
-from pinfeed.rows.ranks import Ranks
+from pinfeed.rows.ranks import PerRank, Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.shared_batches import SharedBatches, shared_batches
+from pinfeed.rows.user_order import known
 from pinfeed.validation.arguments import check_flag, check_seed
 
 logger = logging.getLogger("pinfeed")
@@ -219,7 +220,7 @@ def _rank_note(share: RankBatches, plan: Plan, n_rows: int) -> str:
     )
     if share.ranks.split_batches:
         note += f", as parts of global batches of {share.size} rows"
-        if in_blocks(share.order) and share.world_size > 1:
+        if known(share.order).in_blocks and share.world_size > 1:
             note += (
                 "; every rank reads every block (without split_batches, each rank reads only its "
                 "own blocks)"

@@ -30,8 +30,9 @@ from pinfeed.readahead.read_plan import ReadPlan, file_of, windows_ahead
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, is_distinct
+from pinfeed.rows.orders import Order
 from pinfeed.rows.sampler_batches import largest_batch
+from pinfeed.rows.user_order import known
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import Store, row_nbytes
@@ -177,7 +178,7 @@ class Planner:
         parts = self._parts(batch_size)
         unified = self.device.unified
         schedule = dataclasses.replace(
-            self.schedule, depth=depth, repeats=not is_distinct(self.rows)
+            self.schedule, depth=depth, repeats=known(self.rows).most_copies != 1
         )
         has_host = self.transforms.host is not None
         found = loop_allocations(

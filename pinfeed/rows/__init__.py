@@ -1,11 +1,12 @@
 """Row orders: the rows of an epoch's batches, their order, and each rank's part."""
 
+from pinfeed.rows.blocks import block_shuffled, chunk_shuffled
 from pinfeed.rows.bucketed import bucketed
-from pinfeed.rows.chunk_shuffled import chunk_shuffled
 from pinfeed.rows.mixtures import mixed
-from pinfeed.rows.orders import Order, block_shuffled, drawn, per_rank, sequential, shuffled
+from pinfeed.rows.orders import Order, drawn, sequential, shuffled
 from pinfeed.rows.packed import packed
 from pinfeed.rows.ragged_batches import element_batches
+from pinfeed.rows.ranks import per_rank
 from pinfeed.rows.subsets import split, where
 
 __all__ = [

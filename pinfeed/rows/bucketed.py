@@ -10,21 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.indices import check_rows
 from pinfeed.rows.length_batches import checked_lengths
-from pinfeed.rows.orders import (
-    Arrays,
-    At,
-    Order,
-    Rows,
-    Shuffled,
-    check_order,
-    grouped,
-    kept_arrays,
-    most_copies,
-    windows,
-)
+from pinfeed.rows.orders import Arrays, At, DerivedOrder, KnownOrder, Order, Rows, Shuffled, grouped
 from pinfeed.rows.permutation import permutation
+from pinfeed.rows.user_order import check_order
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, whole_number
 
@@ -104,17 +93,16 @@ class Padding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bucketed:
+class Bucketed(DerivedOrder):
     """Rows of another order, sorted by length within windows; see ``bucketed``.
 
     It keeps a copy of the lengths, 8 bytes per row, and computes one window at a time.
     """
 
-    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
     lengths: Lengths
     batch_size: int
     window_batches: int
-    order: Order
+    order: KnownOrder
     seed: int
 
     def length(self, n_rows: int) -> int:
@@ -135,8 +123,7 @@ class Bucketed:
         def window(number: int) -> Rows:
             begin = number * window_rows
             positions = np.arange(begin, min(begin + window_rows, n))
-            rows = check_rows(base(positions), n_rows, f"order={self.order!r}")
-            return self._sorted(rows, f"{self.seed}/{epoch}/bucketed/{number}")
+            return self._sorted(base(positions), f"{self.seed}/{epoch}/bucketed/{number}")
 
         def at(positions: Rows) -> Rows:
             numbers = positions // window_rows
@@ -148,25 +135,18 @@ class Bucketed:
         return at
 
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
-        found = windows(self.order, n_rows, epoch)
+        found = self.order.windows(n_rows, epoch)
         size = self.batch_size * self.window_batches
         return None if found is None else WidenedWindows(found, size, self.length(n_rows))
 
     @property
-    def most_copies(self) -> int | None:
-        """Most occurrences of a row in an epoch; None if unknown."""
-        return most_copies(self.order)
-
-    @property
     def window_nbytes(self) -> int:
-        """Bytes that a window needs while its rows are sorted."""
         n_rows = min(self.batch_size * self.window_batches, self.lengths.n_rows)
-        return n_rows * _ROW_NBYTES
+        return n_rows * _ROW_NBYTES + self.order.window_nbytes
 
     @property
-    def kept_arrays(self) -> Arrays:
-        """Arrays that the order keeps."""
-        return (self.lengths.numbers, *kept_arrays(self.order))
+    def arrays(self) -> Arrays:
+        return (self.lengths.numbers,)
 
     def padding(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> Padding:
         """Return the share of padding of an epoch if each batch is padded to its longest row.

@@ -14,17 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, described
-from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import (
-    Arrays,
-    Order,
-    Rows,
-    Sequential,
-    check_order,
-    kept_arrays,
-    windows,
-)
+from pinfeed.rows.orders import Arrays, KnownOrder, Order, Rows, Sequential
 from pinfeed.rows.packing import Places
+from pinfeed.rows.user_order import check_order
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import whole_number
 
@@ -225,7 +217,7 @@ class LengthBatches(ABC, Generic[Unit]):
     def __init__(self, lengths: Any, order: Order | None) -> None:
         self.lengths = checked_lengths(lengths)
         self.epoch = 0
-        self.order: Order = Sequential() if order is None else check_order(order)
+        self.order: KnownOrder = Sequential() if order is None else check_order(order)
 
     def __repr__(self) -> str:
         return self._described(f"<{len(self.lengths)} lengths>")
@@ -253,7 +245,7 @@ class LengthBatches(ABC, Generic[Unit]):
     @property
     def kept_arrays(self) -> Arrays:
         """Arrays that the batches and their order keep."""
-        return (self.lengths, *kept_arrays(self.order))
+        return (self.lengths, *self.order.kept_arrays)
 
     def require_rows(self, n_rows: int) -> None:
         """Check that the source has ``n_rows`` rows.
@@ -313,8 +305,7 @@ class LengthBatches(ABC, Generic[Unit]):
         at = self.order.bind(n_rows, epoch)
         stop = self.order.length(n_rows)
         for begin in range(first, stop, n):
-            positions = np.arange(begin, min(begin + n, stop))
-            yield check_rows(at(positions), n_rows, f"order={self.order!r}")
+            yield at(np.arange(begin, min(begin + n, stop)))
 
     @abstractmethod
     def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Unit]:
@@ -345,7 +336,7 @@ class LengthBatches(ABC, Generic[Unit]):
             mark: A mark of this epoch that is not later.
         """
         n_rows = len(self.lengths)
-        found = windows(self.order, n_rows, epoch)
+        found = self.order.windows(n_rows, epoch)
         if found is None:
             return None, 0, 0
         stop = self.order.length(n_rows)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
-from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.orders import Order, Rows
 from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.validation.arguments import (
@@ -254,7 +254,7 @@ class Packed(LengthBatches[Pieces]):
             kept = np.append(rests[rests > 0], most)
         table = RowLengths(kept)
         fitting = table.most_rows(
-            self.n_units * most, padded=False, repeats=not is_distinct(self.order)
+            self.n_units * most, padded=False, repeats=self.order.most_copies != 1
         )
         # A batch of a run of elements has its first row, and one at the end of each sequence, in
         # addition to whole rows.

@@ -11,7 +11,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
-from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.orders import Order, Rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.validation.arguments import (
     check_flag,
@@ -118,7 +118,7 @@ class ElementBatches(LengthBatches[Rows]):
         self._seed = check_seed(seed)
         self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         fitting = table.most_rows(
-            self.max_elements, padded=self.padded, repeats=not is_distinct(self.order)
+            self.max_elements, padded=self.padded, repeats=self.order.most_copies != 1
         )
         most = self.order.length(len(self.lengths))
         self.batch_size = max(1, min(most, fitting, self._given_size or most))

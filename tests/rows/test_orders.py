@@ -15,9 +15,10 @@ from torch.utils.data import (
 
 from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.loop_memory import index_allocations
-from pinfeed.rows import orders
+from pinfeed.rows import block_shuffled, per_rank, sequential, shuffled
+from pinfeed.rows import drawn as drawn_rows
 from pinfeed.rows.batches import ORDER_BYTES, OrderBatches
-from pinfeed.rows.orders import Order, block_shuffled, per_rank, sequential, shuffled
+from pinfeed.rows.orders import Order
 
 
 # -- orders ----------------------------------------------------------------------------------------
@@ -159,9 +160,9 @@ GOLDEN: list[tuple[Order, int, int, list[int]]] = [
         [368027833, 757302822, 23596777, 470772946, 57305782, 752408403],
     ),
     (per_rank(shuffled(0), rank=1, world_size=4), 10, 0, [4, 4, 2, 2, 3, 3]),
-    (orders.drawn(10), 10, 0, [0, 4, 3, 1, 3, 3]),
+    (drawn_rows(10), 10, 0, [0, 4, 3, 1, 3, 3]),
     (
-        orders.drawn(10**9, 5),
+        drawn_rows(10**9, 5),
         10**12,
         2,
         [653793887958, 978561207266, 110127313186, 297966495147, 996947359457, 882820009141],
@@ -219,7 +220,7 @@ def test_seeds_and_blocks_are_integers() -> None:
         block_shuffled(1, block_rows=160, window_blocks=400),
         block_shuffled(1, block_rows=10**6),
         per_rank(block_shuffled(1, block_rows=160, window_blocks=400), rank=0, world_size=2),
-        orders.drawn(10**7, 1),
+        drawn_rows(10**7, 1),
     ],
     ids=repr,
 )
