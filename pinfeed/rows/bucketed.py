@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.length_batches import checked_lengths
 from pinfeed.rows.orders import Arrays, At, DerivedOrder, KnownOrder, Order, Rows, Shuffled, grouped
 from pinfeed.rows.permutation import permutation
+from pinfeed.rows.row_lengths import checked_lengths, longest_first
 from pinfeed.rows.user_order import check_order
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, whole_number
@@ -180,8 +180,6 @@ class Bucketed(DerivedOrder):
         """Sort the rows of a window by length, and shuffle its full batches."""
         n_batches = len(rows) // self.batch_size
         full = rows[: n_batches * self.batch_size]
-        # Rows of equal length keep their order, which is random if that of the rows is.
-        by_length = full[np.argsort(-self.lengths.numbers[full], kind="stable")]
-        batches = by_length.reshape(n_batches, self.batch_size)
+        batches = longest_first(full, self.lengths.numbers).reshape(n_batches, self.batch_size)
         shuffled = batches[permutation(n_batches, salt)(np.arange(n_batches))]
         return np.concatenate((shuffled.ravel(), rows[len(full) :]))

@@ -80,7 +80,8 @@ class SharedBatches(SamplerEpochs, RowBatches):
         units = itertools.islice(units, first - mark.unit, None)
         while step := list(itertools.islice(units, self._n_all)):
             if share := self._share(number, step):
-                rows, places = self.rows.joined(share)
+                rows = self.rows.rows_of(share)
+                places = self.rows.places_of(share)
                 n = len(rows)
                 n_positions = sum(map(self.rows.n_begun, step))
                 yield RowIndices(n, [(n, 0)], lambda rows=rows: rows, places, n_positions)  # type: ignore[misc]

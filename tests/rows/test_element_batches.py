@@ -13,8 +13,7 @@ from support.ragged import plain_batches
 
 from pinfeed import ArgumentError, Feeder, RaggedStore, rows
 from pinfeed.rows import element_batches
-from pinfeed.rows.length_batches import RowLengths, most_in_blocks
-from pinfeed.rows.ragged_batches import ElementBatches
+from pinfeed.rows.row_lengths import RowLengths, most_in_blocks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 
 LENGTHS = np.array([3, 0, 5, 1, 1, 4, 2, 0, 0, 5, 3, 1])
@@ -118,7 +117,7 @@ def test_the_largest_batch_is_known_but_not_their_number() -> None:
     with pytest.raises(TypeError):
         len(batches)  # type: ignore[arg-type]
     assert element_batches(LENGTHS, 6, order=rows.per_rank(rows.shuffled(), rank=0, world_size=2))
-    assert "element_batches(<12 lengths>, 6, batch_size=2, order=Seq" in repr(
+    assert "element_batches(<12 lengths>, 6, batch_size=2, padded=False, order=Seq" in repr(
         element_batches(LENGTHS, 6, batch_size=2)
     )
 
@@ -206,7 +205,7 @@ def test_windows_begin_at_the_position_of_the_first_batch() -> None:
 
 
 def test_the_bound_holds_for_shorter_rows_only() -> None:
-    batches = ElementBatches(LENGTHS, 7, batch_size=None, order=None, padded=False, drop_last=False)
+    batches = element_batches(LENGTHS, 7)
     assert batches.most_elements(padded=False) == 7
     assert batches.most_elements(padded=True) is None
     assert element_batches(LENGTHS, 7, padded=True).most_elements(padded=True) == 7
