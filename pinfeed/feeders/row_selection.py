@@ -78,7 +78,7 @@ class RowSelection:
         self._shared: SharedBatches | None = None
         if isinstance(rows, LengthBatches):
             self._shared = shared_batches(rows, ranks)
-            if self._shared is not None and ranks not in (None, "all"):
+            if ranks not in (None, "all"):
                 self.rank = self._shared.rank
         else:
             self.rank_batches = batches_of_rank(ranks, rows, drop_last, size, size_name)

@@ -168,10 +168,8 @@ class SharedBatches(SamplerEpochs, RowBatches):
         return [] if self.rows.drop_last and len(share) < self.n_each else share
 
 
-def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> SharedBatches | None:
+def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> SharedBatches:
     """Return the batches of this process.
-
-    They are None for all batches of ``element_batches``, which are those of any sampler.
 
     Args:
         rows: The units.
@@ -183,8 +181,7 @@ def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> Share
     if ranks is None:
         note_processes(rows)
     if ranks is None or ranks == "all":
-        is_packed = isinstance(rows, Packed)
-        return SharedBatches(rows, 0, 1, "join", rows.n_units) if is_packed else None
+        return SharedBatches(rows, 0, 1, "join", rows.n_units)
     shared, rank, world_size = check_ranks(ranks, rows.order, rows.drop_last)
     n_each = rows.n_units
     if shared.split_batches:
