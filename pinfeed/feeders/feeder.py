@@ -24,11 +24,10 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, engine_
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order
+from pinfeed.rows.orders import Order, known
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
-from pinfeed.rows.user_order import known
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 

@@ -14,12 +14,11 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, sequential, shuffled
+from pinfeed.rows.orders import Order, known, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
 from pinfeed.rows.ranks import PerRank, Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.shared_batches import SharedBatches, shared_batches
-from pinfeed.rows.user_order import known
 from pinfeed.validation.arguments import check_flag, check_seed
 
 logger = logging.getLogger("pinfeed")

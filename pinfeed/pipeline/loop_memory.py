@@ -17,7 +17,7 @@ from pinfeed.pipeline.recent_rows import SPARE_ROW_NBYTES
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.batches import ORDER_BYTES
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.user_order import known
+from pinfeed.rows.orders import known
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import row_nbytes
 

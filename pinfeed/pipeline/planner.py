@@ -30,9 +30,8 @@ from pinfeed.readahead.read_plan import ReadPlan, file_of, windows_ahead
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order
+from pinfeed.rows.orders import Order, known
 from pinfeed.rows.sampler_batches import largest_batch
-from pinfeed.rows.user_order import known
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import Store, row_nbytes

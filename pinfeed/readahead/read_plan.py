@@ -15,11 +15,10 @@ from pinfeed.readahead.resident_file import copy_allocation
 from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
 from pinfeed.readahead.window_reads import ItemWindows
 from pinfeed.readahead.windows import WindowBatch, window_allocation
-from pinfeed.rows.orders import Order, Rows, Sequential
+from pinfeed.rows.orders import Order, Rows, Sequential, known
 from pinfeed.rows.packing import Places
 from pinfeed.rows.ranks import PerRank
 from pinfeed.rows.row_lengths import most_in_blocks
-from pinfeed.rows.user_order import known
 from pinfeed.rows.windows import Window, Windows, WrappedWindows
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import At, Order, Rows
+from pinfeed.rows.orders import At, Order, Rows, known
 from pinfeed.rows.packing import Places
-from pinfeed.rows.user_order import known
 from pinfeed.rows.windows import Windows
 
 # An order computes this many rows at once. Small batches then share numpy's cost per call, and

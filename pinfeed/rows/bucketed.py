@@ -10,10 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Arrays, At, DerivedOrder, KnownOrder, Order, Rows, Shuffled, grouped
+from pinfeed.rows.orders import (
+    Arrays,
+    At,
+    DerivedOrder,
+    KnownOrder,
+    Order,
+    Rows,
+    Shuffled,
+    check_order,
+    grouped,
+)
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import checked_lengths, longest_first
-from pinfeed.rows.user_order import check_order
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, whole_number
 

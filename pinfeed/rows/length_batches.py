@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Arrays, KnownOrder, Order, Rows, Sequential
+from pinfeed.rows.orders import Arrays, KnownOrder, Order, Rows, Sequential, check_order
 from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import checked_lengths
-from pinfeed.rows.user_order import check_order
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 

@@ -15,9 +15,8 @@ from typing import Any, cast, get_args
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order
+from pinfeed.rows.orders import Order, UserOrder, known
 from pinfeed.rows.ranks import PerRank, Progress, Ranks, Uneven, world
-from pinfeed.rows.user_order import UserOrder, known
 from pinfeed.rows.windows import Windows
 
 logger = logging.getLogger("pinfeed")

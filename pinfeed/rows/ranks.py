@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import At, DerivedOrder, KnownOrder, Order, Rows
-from pinfeed.rows.user_order import check_order
+from pinfeed.rows.orders import At, DerivedOrder, KnownOrder, Order, Rows, check_order
 from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows
 from pinfeed.validation.arguments import check_flag, check_rank
 

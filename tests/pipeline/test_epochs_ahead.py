@@ -17,7 +17,7 @@ from support.internals import mover_of, runner_of
 
 from pinfeed import ArgumentError, ArrayStore, Feeder, NpyStore, Ranks, rows, wrap_readers
 from pinfeed.memory.proc_maps import file_key, written_maps
-from pinfeed.rows.user_order import known
+from pinfeed.rows.orders import known
 from pinfeed.testing import SimDevice, favour, lazy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -28,8 +28,7 @@ from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
 from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Order
-from pinfeed.rows.user_order import known
+from pinfeed.rows.orders import Order, known
 from pinfeed.stores import page_cache as disk_page_cache
 from pinfeed.stores.host_rows import StoreRows
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pinfeed import ArgumentError, Feeder, HDF5Store, Ranks, concat, rows
 from pinfeed.readahead import select
-from pinfeed.rows.user_order import known
+from pinfeed.rows.orders import known
 
 h5py = pytest.importorskip("h5py")
 

@@ -9,7 +9,7 @@ from support.row_batches import whole
 
 from pinfeed import Feeder, Ranks, rows
 from pinfeed.errors import ArgumentError, WriteBackError
-from pinfeed.rows.user_order import known
+from pinfeed.rows.orders import known
 
 
 def chi_square(counts: np.ndarray) -> float:

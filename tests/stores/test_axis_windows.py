@@ -28,7 +28,7 @@ from pinfeed import (
 )
 from pinfeed.readahead import select
 from pinfeed.readahead.window_reads import ItemWindows
-from pinfeed.rows.user_order import known
+from pinfeed.rows.orders import known
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests

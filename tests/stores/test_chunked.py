@@ -22,8 +22,7 @@ from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import ChunkReads, FreeMemory
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Order
-from pinfeed.rows.user_order import known
+from pinfeed.rows.orders import Order, known
 from pinfeed.stores import chunked
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, KeptChunks, even_bounds
 from pinfeed.testing.suites import ReadOnlyStoreTests
