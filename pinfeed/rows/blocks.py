@@ -7,16 +7,15 @@ differ in the blocks, which ``EpochBlocks`` describes for one epoch.
 from __future__ import annotations
 
 import functools
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Arrays, At, KnownOrder, Order, Rows, grouped
+from pinfeed.rows.orders import Arrays, At, KeptArray, KnownOrder, Order, Rows, grouped
 from pinfeed.rows.permutation import keys_of, permutation
 from pinfeed.rows.windows import Interval, Window
 from pinfeed.validation.arguments import check_seed, whole_number
@@ -88,9 +87,9 @@ def chunk_shuffled(store: Any, seed: int = 0, *, window_chunks: int = 16) -> Ord
             "such as an HDF5Store of a dataset with chunks; for other sources, give "
             "block_shuffled(seed, block_rows=...)"
         )
-    return ChunkShuffled(
-        check_seed(seed), Bounds.of(bounds), whole_number(window_chunks, "window_chunks")
-    )
+    # Chunks without rows are left out.
+    distinct = KeptArray.of(np.unique(bounds.astype(np.int64)))
+    return ChunkShuffled(check_seed(seed), distinct, whole_number(window_chunks, "window_chunks"))
 
 
 class EpochBlocks(ABC):
@@ -247,31 +246,16 @@ class _EvenBlocks(EpochBlocks):
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Bounds of the chunks of a file. Saved states contain ``repr``, so it has their checksum."""
-
-    n_chunks: int
-    crc32: int
-    rows: Rows = field(repr=False, compare=False)
-    """First row of each chunk, followed by the number of rows."""
-
-    @classmethod
-    def of(cls, rows: Rows) -> Bounds:
-        """Return the bounds, without chunks that have no rows."""
-        distinct = np.unique(rows.astype(np.int64))
-        return cls(len(distinct) - 1, zlib.crc32(distinct.tobytes()), distinct)
-
-
-@dataclass(frozen=True)
 class ChunkShuffled(BlockOrder):
     """The chunks of a file; see ``chunk_shuffled``."""
 
     seed: int
-    bounds: Bounds
+    bounds: KeptArray
+    """First row of each chunk, followed by the number of rows."""
     window_chunks: int
 
     def length(self, n_rows: int) -> int:
-        of_chunks: int = self.bounds.rows.item(-1)
+        of_chunks: int = self.bounds.values.item(-1)
         if n_rows != of_chunks:
             raise ArgumentError(
                 f"chunk_shuffled(store) has a store of {of_chunks:,} rows, but is used for "
@@ -281,25 +265,25 @@ class ChunkShuffled(BlockOrder):
 
     def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
         self.length(n_rows)
-        return _Chunks(self.bounds, self.window_chunks, f"{self.seed}/{epoch}/chunks")
+        return _Chunks(self.bounds.values, self.window_chunks, f"{self.seed}/{epoch}/chunks")
 
     @property
     def arrays(self) -> Arrays:
-        return (self.bounds.rows,)
+        return (self.bounds.values,)
 
 
 class _Chunks(EpochBlocks):
     """The chunks of a file, whatever their numbers of rows."""
 
-    def __init__(self, bounds: Bounds, n_in_window: int, salt: str) -> None:
-        n = bounds.n_chunks
+    def __init__(self, bounds: Rows, n_in_window: int, salt: str) -> None:
+        n = len(bounds) - 1
         self.salt = salt
         self.n_windows = -(-n // n_in_window)
         self._n_in_window = n_in_window
         chunks = permutation(n, salt)(np.arange(n))
-        self._starts = bounds.rows[chunks]
+        self._starts = bounds[chunks]
         # The position after each chunk.
-        self._ends = np.cumsum(bounds.rows[chunks + 1] - self._starts)
+        self._ends = np.cumsum(bounds[chunks + 1] - self._starts)
         self.block_rows = max(1, self._ends.item(-1) // n)
 
     @functools.cached_property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from pinfeed.rows.orders import (
     Arrays,
     At,
     DerivedOrder,
+    KeptArray,
     KnownOrder,
     Order,
     Rows,
@@ -65,31 +65,12 @@ def bucketed(
     """
     seed = check_seed(seed)
     return Bucketed(
-        Lengths.of(lengths),
+        KeptArray.of(checked_lengths(lengths)),
         whole_number(batch_size, "batch_size"),
         whole_number(window_batches, "window_batches"),
         Shuffled(seed) if order is None else check_order(order),
         seed,
     )
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of all rows. Saved states contain ``repr``, so it has a checksum of the lengths."""
-
-    n_rows: int
-    crc32: int
-    numbers: Rows = field(repr=False, compare=False)
-
-    @classmethod
-    def of(cls, lengths: Any) -> Lengths:
-        """Return the lengths that a user gives.
-
-        Raises:
-            ArgumentError: If they are not integers of 0 or more, or if the array is empty.
-        """
-        checked = checked_lengths(lengths)
-        return cls(len(checked), zlib.crc32(checked.tobytes()), checked)
 
 
 class Padding(NamedTuple):
@@ -108,16 +89,16 @@ class Bucketed(DerivedOrder):
     It keeps a copy of the lengths, 8 bytes per row, and computes one window at a time.
     """
 
-    lengths: Lengths
+    lengths: KeptArray
     batch_size: int
     window_batches: int
     order: KnownOrder
     seed: int
 
     def length(self, n_rows: int) -> int:
-        if n_rows != self.lengths.n_rows:
+        if n_rows != self.lengths.n:
             raise ArgumentError(
-                f"bucketed(...) has {self.lengths.n_rows:,} lengths for {n_rows:,} rows; expected "
+                f"bucketed(...) has {self.lengths.n:,} lengths for {n_rows:,} rows; expected "
                 "a length for each row of the source"
             )
         return self.order.length(n_rows)
@@ -150,12 +131,12 @@ class Bucketed(DerivedOrder):
 
     @property
     def window_nbytes(self) -> int:
-        n_rows = min(self.batch_size * self.window_batches, self.lengths.n_rows)
+        n_rows = min(self.batch_size * self.window_batches, self.lengths.n)
         return n_rows * _ROW_NBYTES + self.order.window_nbytes
 
     @property
     def arrays(self) -> Arrays:
-        return (self.lengths.numbers,)
+        return (self.lengths.values,)
 
     def padding(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> Padding:
         """Return the share of padding of an epoch if each batch is padded to its longest row.
@@ -167,7 +148,7 @@ class Bucketed(DerivedOrder):
         Returns:
             The share of elements that are padding, with buckets and without.
         """
-        n_rows = self.lengths.n_rows
+        n_rows = self.lengths.n
         window_rows = self.batch_size * self.window_batches
         most_rows = whole_number(most_rows, "most_rows")
         stop = min(self.length(n_rows), -(-most_rows // window_rows) * window_rows)
@@ -177,7 +158,7 @@ class Bucketed(DerivedOrder):
             n_elements = n_padded = 0
             for begin in range(0, stop, window_rows):
                 positions = np.arange(begin, min(begin + window_rows, stop))
-                lengths = self.lengths.numbers[at(positions)]
+                lengths = self.lengths.values[at(positions)]
                 starts = np.arange(0, len(lengths), self.batch_size)
                 longest = np.maximum.reduceat(lengths, starts)
                 n_elements += int(lengths.sum())
@@ -189,6 +170,6 @@ class Bucketed(DerivedOrder):
         """Sort the rows of a window by length, and shuffle its full batches."""
         n_batches = len(rows) // self.batch_size
         full = rows[: n_batches * self.batch_size]
-        batches = longest_first(full, self.lengths.numbers).reshape(n_batches, self.batch_size)
+        batches = longest_first(full, self.lengths.values).reshape(n_batches, self.batch_size)
         shuffled = batches[permutation(n_batches, salt)(np.arange(n_batches))]
         return np.concatenate((shuffled.ravel(), rows[len(full) :]))

@@ -13,6 +13,7 @@ and the memory that it keeps. ``known`` adds this to an order of the user, and c
 from __future__ import annotations
 
 import itertools
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -285,6 +286,21 @@ def check_order(order: Any, name: str = "order") -> KnownOrder:
             f"{name}={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
         )
     return known(order, name)
+
+
+@dataclass(frozen=True)
+class KeptArray:
+    """An array that an order keeps. Saved states contain ``repr``, so it has a checksum."""
+
+    n: int
+    """Number of elements."""
+    crc32: int
+    values: Rows = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, values: Rows) -> KeptArray:
+        """Return the array with its checksum."""
+        return cls(len(values), zlib.crc32(values.tobytes()), values)
 
 
 def grouped(numbers: Rows) -> Iterator[tuple[int, Rows | slice]]:
