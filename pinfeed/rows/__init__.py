@@ -6,8 +6,8 @@ the earlier ones, so an epoch needs no memory, and resumes anywhere. Orders can 
 
 # The classes of the package:
 #
-# - sequential, shuffled and drawn return the rows of the store, a permutation of them, or draws with
-#   replacement (orders.py).
+# - sequential, shuffled and drawn return the rows of the store, a permutation of them, or random
+#   rows with replacement (orders.py).
 # - block_shuffled and chunk_shuffled visit blocks in random order, and mix the rows within windows
 #   of several blocks (BlockOrder in blocks.py).
 # - where and split number some of the rows, and take these numbers in any order (Subset in

@@ -134,7 +134,7 @@ def test_a_share_has_a_row_twice_only_if_it_is_padded() -> None:
     assert known(per_rank(drawn_rows(9), rank=0, world_size=3)).most_copies is None
 
 
-def test_an_order_of_the_user_cannot_change_rows_that_were_checked() -> None:
+def test_a_user_cannot_change_rows_that_were_checked() -> None:
     class Own:
         rows = np.arange(4)
 
