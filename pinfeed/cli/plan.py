@@ -14,7 +14,7 @@ from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human
-from pinfeed.rows.orders import block_shuffled
+from pinfeed.rows.blocks import block_shuffled
 from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.validation.safe_repr import wrapped

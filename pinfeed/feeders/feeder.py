@@ -24,7 +24,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, engine_
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, is_repeatable
+from pinfeed.rows.orders import Order, known
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
@@ -358,7 +358,7 @@ class Feeder(ResumableFeeder[T_co]):
             continuous = (
                 not options.has_transforms
                 and not self._verify
-                and is_repeatable(rows)
+                and known(rows).is_repeatable
                 and tree.only_reads_files
             )
             options = dataclasses.replace(options, continuous=continuous)

@@ -10,9 +10,9 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.base_feeder import LoopOptions
+from pinfeed.feeders.replay_draws import Generator, PrioritizedDraws, UniformDraws
 from pinfeed.feeders.replay_feeder import ReplayFeeder, ReplaySource
 from pinfeed.memory.limits import check_depth
-from pinfeed.rows.replay_draws import Generator, PrioritizedDraws, UniformDraws
 from pinfeed.stores.ring_layout import RingLayout, checked_parts
 from pinfeed.stores.transition_ring import Draw, TransitionRing
 from pinfeed.validation.arguments import (

@@ -14,9 +14,9 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, PerRank, in_blocks, sequential, shuffled
+from pinfeed.rows.orders import Order, known, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
-from pinfeed.rows.ranks import Ranks
+from pinfeed.rows.ranks import PerRank, Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.shared_batches import SharedBatches, shared_batches
 from pinfeed.validation.arguments import check_flag, check_seed
@@ -77,7 +77,7 @@ class RowSelection:
         self._shared: SharedBatches | None = None
         if isinstance(rows, LengthBatches):
             self._shared = shared_batches(rows, ranks)
-            if self._shared is not None and ranks not in (None, "all"):
+            if ranks not in (None, "all"):
                 self.rank = self._shared.rank
         else:
             self.rank_batches = batches_of_rank(ranks, rows, drop_last, size, size_name)
@@ -219,7 +219,7 @@ def _rank_note(share: RankBatches, plan: Plan, n_rows: int) -> str:
     )
     if share.ranks.split_batches:
         note += f", as parts of global batches of {share.size} rows"
-        if in_blocks(share.order) and share.world_size > 1:
+        if known(share.order).in_blocks and share.world_size > 1:
             note += (
                 "; every rank reads every block (without split_batches, each rank reads only its "
                 "own blocks)"

@@ -17,7 +17,7 @@ from pinfeed.pipeline.recent_rows import SPARE_ROW_NBYTES
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.batches import ORDER_BYTES
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import PerRank, kept_arrays, most_copies
+from pinfeed.rows.orders import known
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import row_nbytes
 
@@ -186,14 +186,13 @@ def order_allocations(rows: Any) -> list[Allocation]:
         rows: An order, or any other iterable of row indices or batches.
     """
     # Two views of the same memory are two objects.
-    distinct = {(array.ctypes.data, array.nbytes): array for array in kept_arrays(rows)}
+    distinct = {(array.ctypes.data, array.nbytes): array for array in known(rows).kept_arrays}
     nbytes: dict[Place, int] = {"host": 0, "page cache": 0}
     for array in distinct.values():
         is_mapped = mapping_at(array.ctypes.data) is not None
         nbytes["page cache" if is_mapped else "host"] += array.nbytes
     found = [Allocation("arrays of the order", place, 1, n) for place, n in nbytes.items() if n]
-    sorted_rows = rows.order if isinstance(rows, PerRank) else rows
-    window_nbytes = getattr(sorted_rows, "window_nbytes", 0)
+    window_nbytes = known(rows).window_nbytes
     if window_nbytes > ORDER_BYTES:
         found.append(Allocation("windows of the order", "host", 1, window_nbytes))
     return found
@@ -215,10 +214,10 @@ def ragged_sizes(
         is_staged: Whether the batches are moved to a device.
     """
     max_elements = None
-    copies = most_copies(rows)
+    copies = known(rows).most_copies
     if isinstance(rows, LengthBatches):
         max_elements = rows.most_elements(padded=store.layout == "padded")
-        copies = most_copies(rows.order)
+        copies = rows.order.most_copies
     is_exact = is_limited or max_elements is not None
 
     def sizes(n_rows: int) -> list[PartSize]:

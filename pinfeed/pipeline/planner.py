@@ -30,7 +30,7 @@ from pinfeed.readahead.read_plan import ReadPlan, file_of, windows_ahead
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, is_distinct
+from pinfeed.rows.orders import Order, known
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
@@ -175,7 +175,7 @@ class Planner:
         parts = self._parts(batch_size)
         unified = self.device.unified
         schedule = dataclasses.replace(
-            self.schedule, depth=depth, repeats=not is_distinct(self.rows)
+            self.schedule, depth=depth, repeats=known(self.rows).most_copies != 1
         )
         has_host = self.transforms.host is not None
         found = loop_allocations(

@@ -15,9 +15,10 @@ from pinfeed.readahead.resident_file import copy_allocation
 from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
 from pinfeed.readahead.window_reads import ItemWindows
 from pinfeed.readahead.windows import WindowBatch, window_allocation
-from pinfeed.rows.length_batches import most_in_blocks
-from pinfeed.rows.orders import Order, PerRank, Rows, Sequential, windows
+from pinfeed.rows.orders import Order, Rows, Sequential, known
 from pinfeed.rows.packing import Places
+from pinfeed.rows.ranks import PerRank
+from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Window, Windows, WrappedWindows
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore
@@ -273,7 +274,7 @@ def reads_of_items(
         return None
     mean = store.row_lengths.mean * items.row_nbytes
     share = _share(order, store.n_rows, mean, store.n_items * items.row_nbytes)
-    found = windows(order, store.n_rows, 0) if isinstance(order, Order) else None
+    found = known(order).windows(store.n_rows, 0)
     of_items = None if found is None else RaggedWindows(found, store)
     return Reads(items, order, share, of_items, n_batch_rows, mapped)
 
@@ -339,9 +340,7 @@ def _windows(store: FileStore, order: Any, views: tuple[WindowStore, ...]) -> Wi
 
     Decoding a chunk takes longer than a seek, so windows of any size are worth it for chunks.
     """
-    if not isinstance(order, Order):
-        return None
-    found = windows(order, views[0].n_rows if views else store.n_rows, 0)
+    found = known(order).windows(views[0].n_rows if views else store.n_rows, 0)
     if found is not None and views:
         found = ItemWindows(found, views)
     if found is None or isinstance(store, ChunkedStore):

@@ -12,8 +12,7 @@ import numpy as np
 
 from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.ranks import Interval
-from pinfeed.rows.windows import Window, Windows, WrappedWindows, usual_run
+from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.stores.store import Array

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, Order, Rows, is_distinct, windows
+from pinfeed.rows.orders import At, Order, Rows, known
 from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import Windows
 
@@ -207,6 +206,9 @@ class OrderBatches(RowBatches):
 
     changeable = ("batch_size",)
 
+    def __post_init__(self) -> None:
+        self.order = self._known = known(self.order)
+
     @property
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -218,7 +220,7 @@ class OrderBatches(RowBatches):
 
     @property
     def is_distinct(self) -> bool:
-        return is_distinct(self.order)
+        return self._known.most_copies == 1
 
     def __len__(self) -> int:
         return self._count(0, self.batch_size)
@@ -287,7 +289,7 @@ class OrderBatches(RowBatches):
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
         position, stop = self._range(number, start)
-        return windows(self.order, self.n_rows, number), position, stop
+        return self._known.windows(self.n_rows, number), position, stop
 
     def _runs(self, number: int, start: int, slot_rows: int) -> Iterator[_OrderRun]:
         """Yield runs of whole slots, from batch ``start`` of an epoch on."""
@@ -301,17 +303,12 @@ class OrderBatches(RowBatches):
 
     def _compute(self, at: At, begin: int, end: int) -> Rows:
         """Return the row indices at positions [begin, end)."""
-        # The rows of pinfeed's own orders are in range, and in new arrays.
-        if self.is_distinct and end - begin <= _RUN_ROWS:
-            return at(np.arange(begin, end)).astype(np.int64, copy=False)
+        if end - begin <= _RUN_ROWS:
+            return at(np.arange(begin, end))
         rows = np.empty(end - begin, np.int64)
-        name = f"rows={self.order!r}"
-        for i in range(0, len(rows), _RUN_ROWS):
-            part = rows[i : i + _RUN_ROWS]
-            found = at(np.arange(begin + i, begin + i + len(part)))
-            # A copy is checked, because the owner of the order may change its array.
-            checked = found if self.is_distinct else check_rows(found, self.n_rows, name, copy=True)
-            part[:] = checked
+        for i in range(begin, end, _RUN_ROWS):
+            stop = min(i + _RUN_ROWS, end)
+            rows[i - begin : stop - begin] = at(np.arange(i, stop))
         return rows
 
     def _first(self, epoch: int) -> int:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.indices import check_rows
-from pinfeed.rows.length_batches import checked_lengths
 from pinfeed.rows.orders import (
     Arrays,
     At,
+    DerivedOrder,
+    KeptArray,
+    KnownOrder,
     Order,
     Rows,
     Shuffled,
     check_order,
     grouped,
-    kept_arrays,
-    most_copies,
-    windows,
 )
 from pinfeed.rows.permutation import permutation
+from pinfeed.rows.row_lengths import checked_lengths, longest_first
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, whole_number
 
@@ -67,31 +65,12 @@ def bucketed(
     """
     seed = check_seed(seed)
     return Bucketed(
-        Lengths.of(lengths),
+        KeptArray.of(checked_lengths(lengths)),
         whole_number(batch_size, "batch_size"),
         whole_number(window_batches, "window_batches"),
         Shuffled(seed) if order is None else check_order(order),
         seed,
     )
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of all rows. Saved states contain ``repr``, so it has a checksum of the lengths."""
-
-    n_rows: int
-    crc32: int
-    numbers: Rows = field(repr=False, compare=False)
-
-    @classmethod
-    def of(cls, lengths: Any) -> Lengths:
-        """Return the lengths that a user gives.
-
-        Raises:
-            ArgumentError: If they are not integers of 0 or more, or if the array is empty.
-        """
-        checked = checked_lengths(lengths)
-        return cls(len(checked), zlib.crc32(checked.tobytes()), checked)
 
 
 class Padding(NamedTuple):
@@ -104,23 +83,22 @@ class Padding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bucketed:
+class Bucketed(DerivedOrder):
     """Rows of another order, sorted by length within windows; see ``bucketed``.
 
     It keeps a copy of the lengths, 8 bytes per row, and computes one window at a time.
     """
 
-    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
-    lengths: Lengths
+    lengths: KeptArray
     batch_size: int
     window_batches: int
-    order: Order
+    order: KnownOrder
     seed: int
 
     def length(self, n_rows: int) -> int:
-        if n_rows != self.lengths.n_rows:
+        if n_rows != self.lengths.n:
             raise ArgumentError(
-                f"bucketed(...) has {self.lengths.n_rows:,} lengths for {n_rows:,} rows; expected "
+                f"bucketed(...) has {self.lengths.n:,} lengths for {n_rows:,} rows; expected "
                 "a length for each row of the source"
             )
         return self.order.length(n_rows)
@@ -135,8 +113,7 @@ class Bucketed:
         def window(number: int) -> Rows:
             begin = number * window_rows
             positions = np.arange(begin, min(begin + window_rows, n))
-            rows = check_rows(base(positions), n_rows, f"order={self.order!r}")
-            return self._sorted(rows, f"{self.seed}/{epoch}/bucketed/{number}")
+            return self._sorted(base(positions), f"{self.seed}/{epoch}/bucketed/{number}")
 
         def at(positions: Rows) -> Rows:
             numbers = positions // window_rows
@@ -148,25 +125,18 @@ class Bucketed:
         return at
 
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
-        found = windows(self.order, n_rows, epoch)
+        found = self.order.windows(n_rows, epoch)
         size = self.batch_size * self.window_batches
         return None if found is None else WidenedWindows(found, size, self.length(n_rows))
 
     @property
-    def most_copies(self) -> int | None:
-        """Most occurrences of a row in an epoch; None if unknown."""
-        return most_copies(self.order)
-
-    @property
     def window_nbytes(self) -> int:
-        """Bytes that a window needs while its rows are sorted."""
-        n_rows = min(self.batch_size * self.window_batches, self.lengths.n_rows)
-        return n_rows * _ROW_NBYTES
+        n_rows = min(self.batch_size * self.window_batches, self.lengths.n)
+        return n_rows * _ROW_NBYTES + self.order.window_nbytes
 
     @property
-    def kept_arrays(self) -> Arrays:
-        """Arrays that the order keeps."""
-        return (self.lengths.numbers, *kept_arrays(self.order))
+    def arrays(self) -> Arrays:
+        return (self.lengths.values,)
 
     def padding(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> Padding:
         """Return the share of padding of an epoch if each batch is padded to its longest row.
@@ -178,7 +148,7 @@ class Bucketed:
         Returns:
             The share of elements that are padding, with buckets and without.
         """
-        n_rows = self.lengths.n_rows
+        n_rows = self.lengths.n
         window_rows = self.batch_size * self.window_batches
         most_rows = whole_number(most_rows, "most_rows")
         stop = min(self.length(n_rows), -(-most_rows // window_rows) * window_rows)
@@ -188,7 +158,7 @@ class Bucketed:
             n_elements = n_padded = 0
             for begin in range(0, stop, window_rows):
                 positions = np.arange(begin, min(begin + window_rows, stop))
-                lengths = self.lengths.numbers[at(positions)]
+                lengths = self.lengths.values[at(positions)]
                 starts = np.arange(0, len(lengths), self.batch_size)
                 longest = np.maximum.reduceat(lengths, starts)
                 n_elements += int(lengths.sum())
@@ -200,8 +170,6 @@ class Bucketed:
         """Sort the rows of a window by length, and shuffle its full batches."""
         n_batches = len(rows) // self.batch_size
         full = rows[: n_batches * self.batch_size]
-        # Rows of equal length keep their order, which is random if that of the rows is.
-        by_length = full[np.argsort(-self.lengths.numbers[full], kind="stable")]
-        batches = by_length.reshape(n_batches, self.batch_size)
+        batches = longest_first(full, self.lengths.values).reshape(n_batches, self.batch_size)
         shuffled = batches[permutation(n_batches, salt)(np.arange(n_batches))]
         return np.concatenate((shuffled.ravel(), rows[len(full) :]))

@@ -9,14 +9,16 @@ import numpy.typing as npt
 
 from pinfeed.errors import RowIndexError, described
 from pinfeed.native.library import library, packing
-from pinfeed.rows.orders import Rows
 from pinfeed.validation.suggestions import of_ids
+
+Indices = npt.NDArray[np.int64]
+"""Row indices, shape (n,)."""
 
 _UINT64 = np.dtype(np.uint64)
 _pack = packing(4)
 
 
-def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False) -> Rows:
+def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False) -> Indices:
     """Convert row indices to a contiguous int64 array, and check that all are in range.
 
     Args:
@@ -38,7 +40,7 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
         if copy or not rows.flags.c_contiguous:
             rows = rows.copy()
         if 0 <= rows.item(rows.view(_UINT64).argmax()) < n_rows:
-            checked: Rows = rows
+            checked: Indices = rows
             return checked
     try:
         array = np.asarray(rows)
@@ -69,7 +71,7 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def sort_rows(rows: Rows) -> tuple[Rows, Rows]:
+def sort_rows(rows: Indices) -> tuple[Indices, Indices]:
     """Sort row indices.
 
     Args:
@@ -94,7 +96,7 @@ def sort_rows(rows: Rows) -> tuple[Rows, Rows]:
     return keys, order
 
 
-def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
+def distinct_rows(rows: Indices) -> tuple[Indices, Indices]:
     """Find the distinct rows among row indices.
 
     Args:
@@ -114,7 +116,7 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
     return distinct, positions
 
 
-def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
+def first_occurrences(rows: Indices) -> tuple[Indices, Indices | None]:
     """Find the distinct rows among row indices, in the order in which they first occur.
 
     Args:
@@ -144,7 +146,7 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     return rows.compress(occurs_first), positions
 
 
-def _compiled(function: str, rows: Rows) -> tuple[int, Rows, Rows] | None:
+def _compiled(function: str, rows: Indices) -> tuple[int, Indices, Indices] | None:
     """Call a compiled function; see distinct.c.
 
     Returns:
@@ -162,7 +164,7 @@ def _compiled(function: str, rows: Rows) -> tuple[int, Rows, Rows] | None:
     return None if n_distinct < 0 else (n_distinct, distinct, positions)
 
 
-def _sorted_groups(rows: Rows) -> tuple[Rows, Rows, npt.NDArray[np.bool_], Rows]:
+def _sorted_groups(rows: Indices) -> tuple[Indices, Indices, npt.NDArray[np.bool_], Indices]:
     """Sort row indices, and group equal ones.
 
     Returns:

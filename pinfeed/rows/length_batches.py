@@ -1,10 +1,14 @@
-"""LengthBatches: base class of batches that the lengths of ragged rows determine; RowLengths."""
+"""LengthBatches: batches that the lengths of ragged rows determine.
+
+The rows of an order are cut into units: batches of limited elements (``ElementBatches``), or
+sequences that are packed with rows (``Packed``). A batch has ``n_units`` of them. Units are cut
+from windows of consecutive rows, and shuffled within their window, or from all rows in their order.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -13,160 +17,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, described
-from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import (
-    Arrays,
-    Order,
-    Rows,
-    Sequential,
-    check_order,
-    kept_arrays,
-    windows,
-)
+from pinfeed.errors import ArgumentError
+from pinfeed.rows.orders import Arrays, KnownOrder, Order, Rows, Sequential, check_order
 from pinfeed.rows.packing import Places
+from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import WidenedWindows, Windows
-from pinfeed.validation.arguments import whole_number
-
-# Up to this length, lengths are counted in a table, which is faster than sorting them.
-_MOST_COUNTED = 1 << 20
-# Places at which blocks may begin, relative to the length of a block, for their bound.
-_N_CUTS = 16
-
-
-class RowLengths:
-    """Numbers of rows of each length; bounds of a batch follow from them.
-
-    Args:
-        lengths: Length of each row, shape (n_rows,), integers of 0 or more, at least one row.
-
-    Attributes:
-        longest: Length of the longest row.
-        n_rows: Number of rows.
-        mean: Mean length of a row.
-        nbytes: Bytes of the table.
-    """
-
-    def __init__(self, lengths: npt.NDArray[Any]) -> None:
-        self.longest = int(lengths.max())
-        if self.longest < _MOST_COUNTED:
-            counts = np.bincount(lengths)
-            kinds = np.flatnonzero(counts)
-            counts = counts[kinds]
-        else:
-            kinds, counts = np.unique(lengths, return_counts=True)
-        self._kinds = kinds.astype(np.int64)
-        self._counts = counts
-        self.n_rows = int(counts.sum())
-        self.mean = float(counts @ self._kinds) / self.n_rows
-        self.nbytes = 4 * self._kinds.nbytes
-        # Rows and elements of the longest rows together, by how many lengths these have.
-        self._most_rows = np.cumsum(counts[::-1])
-        self._most_elements = np.cumsum((counts * self._kinds)[::-1])
-
-    def most_elements(self, n_rows: int) -> int:
-        """Return the elements of the ``n_rows`` longest rows together."""
-        n_whole = int(np.searchsorted(self._most_rows, n_rows, side="right"))
-        rows = self._most_rows.item(n_whole - 1) if n_whole else 0
-        elements = self._most_elements.item(n_whole - 1) if n_whole else 0
-        if n_whole == len(self._kinds):
-            return elements
-        return elements + (n_rows - rows) * self._kinds.item(-1 - n_whole)
-
-    def usual_elements(self, n_rows: int, *, padded: bool) -> int:
-        """Return a number of elements that few batches of ``n_rows`` random rows exceed.
-
-        Args:
-            n_rows: Number of rows of a batch.
-            padded: Whether each row counts as many elements as the longest one of the batch.
-        """
-        if padded:
-            # About one batch in 64 has a row that is longer.
-            n_longer = self.n_rows - np.cumsum(self._counts)
-            kind = int((n_longer * 64 * n_rows <= self.n_rows).argmax())
-            return n_rows * self._kinds.item(kind)
-        variance = float(self._counts @ (self._kinds - self.mean) ** 2) / self.n_rows
-        return math.ceil(n_rows * self.mean + 6 * math.sqrt(n_rows * variance))
-
-    def most_rows(self, max_elements: int, *, padded: bool, repeats: bool) -> int:
-        """Return the most rows that a batch of at most ``max_elements`` elements may have.
-
-        Args:
-            max_elements: Most elements of a batch, at least the length of each row.
-            padded: Whether each row counts as many elements as the longest one of the batch.
-            repeats: Whether a batch may contain a row several times.
-
-        Returns:
-            The number of rows, or at least the rows of an epoch if rows without elements may
-            repeat.
-        """
-        shortest = self._kinds.item(0)
-        if repeats:
-            return max_elements // shortest if shortest else self.n_rows + max_elements
-        if padded:
-            ends = np.cumsum(self._counts)
-            # The rows of each length and all shorter rows, until the batch is full.
-            fitting = np.where(self._kinds > 0, max_elements // np.maximum(self._kinds, 1), ends)
-            return int(np.minimum(ends, fitting).max())
-        elements = np.cumsum(self._counts * self._kinds)
-        n_whole = int(np.searchsorted(elements, max_elements, side="right"))
-        n_rows = int(self._counts[:n_whole].sum())
-        if n_whole < len(self._kinds):
-            before = elements.item(n_whole - 1) if n_whole else 0
-            n_rows += (max_elements - before) // self._kinds.item(n_whole)
-        return n_rows
-
-
-def checked_lengths(lengths: Any) -> Rows:
-    """Return a read-only copy of lengths, shape (n_rows,), int64.
-
-    Raises:
-        ArgumentError: If they are not integers of 0 or more, or if the array is empty.
-    """
-    expected = "expected integers of 0 or more, shape (n_rows,), such as store.lengths"
-    try:
-        given = np.asarray(lengths)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"lengths: {described(error)}; {expected}") from None
-    if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
-        raise ArgumentError(f"lengths: got shape {given.shape} of {given.dtype}; {expected}")
-    checked: Rows = given.astype(np.int64)
-    if checked.min() < 0:
-        row = int(checked.argmin())
-        raise ArgumentError(f"lengths: row {row} has {given[row]} elements; {expected}")
-    checked.flags.writeable = False
-    return checked
-
-
-def most_in_blocks(offsets: Rows, n_blocks: int, block_rows: int) -> int:
-    """Return a bound on the elements of some blocks of consecutive rows together.
-
-    Args:
-        offsets: First element of each row, followed by the number of elements.
-        n_blocks: Number of blocks.
-        block_rows: Most rows of a block. All rows, as a ring, are cut into blocks at any row.
-    """
-    n_rows = len(offsets) - 1
-    block_rows = min(block_rows, n_rows)
-    # Wherever the ring is cut, each block is within one of these longer blocks. After the last row,
-    # blocks begin at other rows than before it, unless ``n_rows`` is divisible.
-    step = max(1, block_rows // _N_CUTS)
-    begins = block_rows * np.arange(-1, -(-n_rows // block_rows))
-    most = 0
-    for cut in range(0, block_rows, step):
-        starts = np.concatenate([begins + cut, begins + (cut - n_rows) % block_rows])
-        sums = _in_ring(offsets, starts + block_rows + step - 1) - _in_ring(offsets, starts)
-        sums.sort()
-        most = max(most, int(sums[-n_blocks:].sum()))
-    return min(most, int(offsets[-1]))
-
-
-def _in_ring(offsets: Rows, rows: Rows) -> Rows:
-    """Return the first element of rows of a ring, which repeats all rows."""
-    times, row = np.divmod(rows, len(offsets) - 1)
-    first: Rows = offsets[row] + times * offsets[-1]
-    return first
-
+from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 Unit = TypeVar("Unit")
 
@@ -192,43 +48,67 @@ class LengthBatches(ABC, Generic[Unit]):
     """Iterable over the batches of one epoch, as row indices.
 
     Like a sampler, it has an epoch, which a feeder sets. It has no ``len``, because the number of
-    batches differs between the epochs of a shuffled order. A batch consists of units, which ranks
-    share.
+    batches differs between the epochs of a shuffled order. Ranks share the units of an epoch.
 
     Args:
         lengths: Number of elements of each row, shape (n_rows,).
+        max_elements: Most elements of a unit.
         order: Order of the rows; None is the order of the store.
+        window: Number of consecutive rows of ``order`` that may change places; None without this.
+        seed: Seed of the shuffle of the units of a window.
+        drop_last: Whether to leave out what is not full.
 
     Attributes:
         batch_size: Most rows that a batch can have.
         epoch: Epoch whose batches the next iteration yields.
         lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
-        order: Order of the rows.
-        window: Number of consecutive rows of ``order`` that may change places; None without this.
         row_nbytes: Most bytes of a row of a window while its batches are planned, as measured.
-        drop_last: Whether to leave out what is not full.
         name: Name of the function of ``pinfeed.rows`` that returns the batches.
         units_name: The user's word for units. In a state, it is the key of their position.
+        unit_name: The user's word for one unit.
+        salt: Word that tells the shuffles of these units from other shuffles.
         n_units: Number of units of a batch.
         is_exact: Whether the rows must have exactly these lengths, not at most.
     """
 
     batch_size: int
-    window: int | None
     row_nbytes: int
-    drop_last: bool
     name: str
     units_name: str
+    unit_name: str
+    salt: str
     n_units: int = 1
     is_exact = False
 
-    def __init__(self, lengths: Any, order: Order | None) -> None:
+    def __init__(
+        self,
+        lengths: Any,
+        max_elements: int,
+        order: Order | None,
+        window: int | None,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self.max_elements = whole_number(max_elements, "max_elements")
+        self.window = None if window is None else whole_number(window, "window")
+        self.seed = check_seed(seed)
+        check_flag(drop_last, "drop_last")
+        self.drop_last = bool(drop_last)
         self.lengths = checked_lengths(lengths)
+        self.order: KnownOrder = Sequential() if order is None else check_order(order)
         self.epoch = 0
-        self.order: Order = Sequential() if order is None else check_order(order)
 
     def __repr__(self) -> str:
-        return self._described(f"<{len(self.lengths)} lengths>")
+        options = "".join(f"{name}={value!r}, " for name, value in self.options.items())
+        return (
+            f"{self.name}(<{len(self.lengths)} lengths>, {self.max_elements}, {options}order="
+            f"{self.order!r}, window={self.window}, seed={self.seed}, drop_last={self.drop_last})"
+        )
+
+    @property
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Arguments that determine the units in addition to those of this class."""
 
     def __iter__(self) -> Iterator[Rows]:
         return self._batches(self.epoch)
@@ -245,6 +125,14 @@ class LengthBatches(ABC, Generic[Unit]):
         """
         return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
 
+    def _batches(self, epoch: int) -> Iterator[Rows]:
+        """Yield the row indices of each batch of an epoch."""
+        units = self.units(epoch, START, lambda mark: None)
+        while batch := list(itertools.islice(units, self.n_units)):
+            # The last batch may have fewer units.
+            if len(batch) == self.n_units or not self.drop_last:
+                yield self.rows_of(batch)
+
     @property
     def window_nbytes(self) -> int:
         """Bytes that a window needs while its batches are planned."""
@@ -253,7 +141,13 @@ class LengthBatches(ABC, Generic[Unit]):
     @property
     def kept_arrays(self) -> Arrays:
         """Arrays that the batches and their order keep."""
-        return (self.lengths, *kept_arrays(self.order))
+        return (self.lengths, *self.order.kept_arrays)
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values that are equal exactly if a unit has the same number and elements."""
+        checksum = zlib.crc32(self.lengths.tobytes())
+        return {"order": repr(self), "lengths": checksum, "n_rows": len(self.lengths)}
 
     def require_rows(self, n_rows: int) -> None:
         """Check that the source has ``n_rows`` rows.
@@ -265,6 +159,16 @@ class LengthBatches(ABC, Generic[Unit]):
             raise ArgumentError(
                 f"rows={self!r}: {len(self.lengths):,} lengths for {n_rows:,} rows; expected a "
                 "length for each row of the source"
+            )
+
+    def _require_fit(self, advice: str) -> None:
+        """Raise ArgumentError if the longest row has more elements than a unit."""
+        row = int(self.lengths.argmax())
+        if self.lengths[row] > self.max_elements:
+            raise ArgumentError(
+                f"row {row} has {self.lengths[row]:,} elements, but "
+                f"max_elements={self.max_elements:,}; expected rows that fit in a "
+                f"{self.unit_name}; {advice}"
             )
 
     @abstractmethod
@@ -297,25 +201,6 @@ class LengthBatches(ABC, Generic[Unit]):
                 f"{lengths[row]:,} elements in {name}; expected {expected}; {advice}"
             )
 
-    @functools.cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        """Plain values that are equal exactly if a unit has the same number and elements."""
-        checksum = zlib.crc32(self.lengths.tobytes())
-        return {"order": self._described(f"<crc32 {checksum}>"), "n_rows": len(self.lengths)}
-
-    @abstractmethod
-    def _described(self, lengths: str) -> str:
-        """Return the call that makes the units, with ``lengths`` for the lengths."""
-
-    def _rows(self, epoch: int, n: int, first: int) -> Iterator[Rows]:
-        """Yield the row indices of an epoch from position ``first`` on, in runs of ``n``."""
-        n_rows = len(self.lengths)
-        at = self.order.bind(n_rows, epoch)
-        stop = self.order.length(n_rows)
-        for begin in range(first, stop, n):
-            positions = np.arange(begin, min(begin + n, stop))
-            yield check_rows(at(positions), n_rows, f"order={self.order!r}")
-
     @abstractmethod
     def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Unit]:
         """Yield the units of an epoch from a mark on.
@@ -327,8 +212,45 @@ class LengthBatches(ABC, Generic[Unit]):
         """
 
     @abstractmethod
-    def joined(self, units: list[Unit]) -> tuple[Rows, Places | None]:
-        """Return the row indices of a batch of units, and their places if they are packed."""
+    def cut_window(self, rows: Rows, salt: str) -> Iterator[Unit]:
+        """Cut the rows of a window into units, and yield them in a random order.
+
+        Args:
+            rows: Row indices of the window.
+            salt: Text that the shuffle is a function of.
+        """
+
+    def _units_of_windows(
+        self, epoch: int, mark: Mark, note: Callable[[Mark], None]
+    ) -> Iterator[Unit]:
+        """Yield the units of an epoch, like ``units``, if each window is cut on its own."""
+        unit = mark.unit
+        for number, rows in self._windows_from(epoch, mark.window):
+            note(Mark(number, 0, unit))
+            for one in self.cut_window(rows, f"{self.seed}/{epoch}/{self.salt}/{number}"):
+                yield one
+                unit += 1
+
+    def _windows_from(self, epoch: int, first: int) -> Iterator[tuple[int, Rows]]:
+        """Yield the number of each window, and its row indices."""
+        assert self.window is not None
+        return enumerate(self._rows(epoch, self.window, first * self.window), first)
+
+    def _rows(self, epoch: int, n: int, first: int) -> Iterator[Rows]:
+        """Yield the row indices of an epoch from position ``first`` on, in runs of ``n``."""
+        n_rows = len(self.lengths)
+        at = self.order.bind(n_rows, epoch)
+        stop = self.order.length(n_rows)
+        for begin in range(first, stop, n):
+            yield at(np.arange(begin, min(begin + n, stop)))
+
+    @abstractmethod
+    def rows_of(self, units: list[Unit]) -> Rows:
+        """Return the row indices of units, one unit after the other."""
+
+    def places_of(self, units: list[Unit]) -> Places | None:
+        """Return the places of the rows of units in their sequences; None for whole rows."""
+        return None
 
     @abstractmethod
     def n_begun(self, unit: Unit) -> int:
@@ -345,7 +267,7 @@ class LengthBatches(ABC, Generic[Unit]):
             mark: A mark of this epoch that is not later.
         """
         n_rows = len(self.lengths)
-        found = windows(self.order, n_rows, epoch)
+        found = self.order.windows(n_rows, epoch)
         if found is None:
             return None, 0, 0
         stop = self.order.length(n_rows)
@@ -356,7 +278,3 @@ class LengthBatches(ABC, Generic[Unit]):
             position = mark.window * self.window
         units = itertools.islice(self.units(epoch, mark, lambda mark: None), start - mark.unit)
         return found, position + sum(map(self.n_begun, units)), stop
-
-    @abstractmethod
-    def _batches(self, epoch: int) -> Iterator[Rows]:
-        """Yield the row indices of each batch of an epoch."""

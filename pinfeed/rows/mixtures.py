@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.indices import check_rows
 from pinfeed.rows.interleaving import Interleaving, ShuffledTurns, whole_weights
-from pinfeed.rows.mixture_windows import MixedWindows, SourceWindows
-from pinfeed.rows.orders import (
-    Arrays,
-    At,
-    Order,
-    PerRank,
-    Rows,
-    check_order,
-    grouped,
-    is_distinct,
-    kept_arrays,
-    most_copies,
-    shuffled,
-    windows,
-)
-from pinfeed.rows.windows import Windows
+from pinfeed.rows.orders import At, KnownOrder, Order, Rows, Shuffled, grouped
+from pinfeed.rows.ranks import check_inner
+from pinfeed.rows.windows import Interval, Window, Windows
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 Until = Literal["first", "all"] | int
@@ -107,10 +94,9 @@ def mixed(
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(KnownOrder):
     """Rows of several sources that take turns by weight."""
 
-    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
     names: tuple[str, ...]
     """Names of the sources."""
     sizes: tuple[int, ...]
@@ -118,7 +104,7 @@ class Mixed:
     weights: tuple[tuple[int, tuple[int, ...]], ...]
     """Positions, and the whole-number weights of the sources from there on."""
     until: Until
-    orders: tuple[Order, ...]
+    orders: tuple[KnownOrder, ...]
     """Order of the rows of each source."""
     batch_size: int
     """Number of consecutive rows from the same source."""
@@ -133,7 +119,7 @@ class Mixed:
         self._require(n_rows)
         start = self._start(epoch)
         turns = self._turns_of(epoch)
-        sources = [self._source(number, epoch) for number in range(len(self.names))]
+        sources = [source.bind() for source in self._sources(epoch)]
         run = self.batch_size
 
         def at(positions: Rows) -> Rows:
@@ -153,43 +139,31 @@ class Mixed:
 
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
         self._require(n_rows)
-        found = []
-        for number, order in enumerate(self.orders):
-            size = self.sizes[number]
-            first_pass = self._first_pass(number, epoch)
-            if windows(order, size, first_pass) is not None:
-                made = functools.partial(_pass_windows, order, size, first_pass)
-                first_row = self._ends.item(number) - size
-                is_repeated = self._is_endless or self._n_passes[number] > 1
-                draws = self._n_draws[number]
-                found.append(SourceWindows(number, first_row, draws, is_repeated, made))
-        if not found:
+        sources = tuple(one for one in self._sources(epoch) if one.windows_of(0) is not None)
+        if not sources:
             return None
         turns = self._turns_of(epoch)
-        start = self._start(epoch)
-        return MixedWindows(tuple(found), turns, self.batch_size, start, self._length)
+        return MixedWindows(sources, turns, self.batch_size, self._start(epoch), self._length)
 
     def source_of(self, rows: Rows) -> Rows:
         """Return the number of the source of each row index, a position in ``names``."""
         return self._ends.searchsorted(rows, side="right")
 
     @property
+    def parts(self) -> tuple[KnownOrder, ...]:
+        return self.orders
+
+    @property
     def most_copies(self) -> int | None:
-        """Most occurrences of a row in an epoch; None if unknown."""
         most = 0
         for order, n, n_passes in zip(self.orders, self._n_draws, self._n_passes, strict=True):
-            copies = most_copies(order)
+            copies = order.most_copies
             if copies is None:
                 return None
             # An epoch of a number of rows may begin and end within a pass.
             passes = -(-self.until // n) + 1 if isinstance(self.until, int) else n_passes
             most = max(most, copies * passes)
         return most
-
-    @property
-    def kept_arrays(self) -> Arrays:
-        """Arrays that the order keeps."""
-        return tuple(itertools.chain.from_iterable(map(kept_arrays, self.orders)))
 
     def require_end(self) -> None:
         """Raise ArgumentError if a source has no whole turn, or if an epoch would not end."""
@@ -231,10 +205,6 @@ class Mixed:
         """Return the place of position 0 of an epoch in the sequence of all turns."""
         return epoch * self.until if isinstance(self.until, int) else 0
 
-    def _first_pass(self, number: int, epoch: int) -> int:
-        """Return the epoch of a source's order that its first pass of an epoch has."""
-        return 0 if self._is_endless else epoch * self._n_passes[number]
-
     @property
     def _is_endless(self) -> bool:
         """Whether the sources continue in the next epoch where they stopped."""
@@ -270,38 +240,24 @@ class Mixed:
         pairs = zip(counts, self._n_draws, strict=True)
         return [max(1, -(-count * self.batch_size // n)) for count, n in pairs]
 
-    def _source(self, number: int, epoch: int) -> At:
-        """Return the function from numbers of draws to row indices of a source.
+    def _sources(self, epoch: int) -> list[_Source]:
+        """Return the sources in an epoch.
 
-        Draw ``n`` of a source is in its pass ``n // n_draws``. That pass has the order of epoch
-        ``epoch * n_passes + pass``, or of epoch ``pass`` if the sources continue over epochs.
+        Pass ``k`` of a source has the order of epoch ``epoch * n_passes + k``, or of epoch ``k`` if
+        the sources continue over epochs.
         """
-        order = self.orders[number]
-        size = self.sizes[number]
-        n_draws = self._n_draws[number]
-        first_row = self._ends.item(number) - size
-        first_pass = self._first_pass(number, epoch)
-        is_checked = not is_distinct(order)
-        name = f"order={order!r}"
-
-        # Consecutive batches need the same pass.
-        @functools.lru_cache(maxsize=_N_KEPT)
-        def bound(number: int) -> At:
-            return order.bind(size, first_pass + number)
-
-        def rows_of(number: int, draws: Rows) -> Rows:
-            found = bound(number)(draws)
-            # A row that is out of range would be a row of another source.
-            return check_rows(found, size, name) if is_checked else found
-
-        def at(draws: Rows) -> Rows:
-            passes = draws // n_draws
-            rows = draws - passes * n_draws
-            for number, here in grouped(passes):
-                rows[here] = rows_of(number, rows[here])
-            return rows + first_row
-
-        return at
+        firsts = (self._ends - self.sizes).tolist()
+        found = []
+        for number, order in enumerate(self.orders):
+            n_passes = self._n_passes[number]
+            first_pass = 0 if self._is_endless else epoch * n_passes
+            is_repeated = self._is_endless or n_passes > 1
+            size = self.sizes[number]
+            n_draws = self._n_draws[number]
+            found.append(
+                _Source(number, order, size, firsts[number], n_draws, first_pass, is_repeated)
+            )
+        return found
 
     def _require(self, n_rows: int) -> None:
         total = sum(self.sizes)
@@ -314,10 +270,149 @@ class Mixed:
             )
 
 
-def _pass_windows(order: Order, size: int, first_pass: int, number: int) -> Windows:
-    found = windows(order, size, first_pass + number)
-    assert found is not None
-    return found
+@dataclass(frozen=True)
+class _Source:
+    """One source of a mixture in an epoch. Its draws are numbered through all of its passes."""
+
+    number: int
+    """Number of the source."""
+    order: KnownOrder
+    size: int
+    """Number of rows of the source."""
+    first_row: int
+    """Row of the mixture that is the first row of the source."""
+    n_draws: int
+    """Number of rows of a pass."""
+    first_pass: int
+    """Epoch of ``order`` in the first pass."""
+    is_repeated: bool
+    """Whether an epoch may have rows of several passes."""
+
+    def bind(self) -> At:
+        """Return the function from draws to rows of the mixture."""
+
+        # Consecutive batches need the same pass.
+        @functools.lru_cache(maxsize=_N_KEPT)
+        def of_pass(number: int) -> At:
+            return self.order.bind(self.size, self.first_pass + number)
+
+        def at(draws: Rows) -> Rows:
+            passes = draws // self.n_draws
+            rows = draws - passes * self.n_draws
+            for number, here in grouped(passes):
+                rows[here] = of_pass(number)(rows[here])
+            return rows + self.first_row
+
+        return at
+
+    def windows_of(self, number: int) -> Windows | None:
+        """Return the windows of a pass, whose positions are draws of the pass; None without."""
+        return self.order.windows(self.size, self.first_pass + number)
+
+    @functools.cached_property
+    def usual(self) -> Windows:
+        """Windows of the first pass."""
+        return self._windows(0)
+
+    def most(self, n: int) -> int:
+        """Return the most windows that ``n`` consecutive draws need."""
+        if self.usual.is_single:
+            return 1
+        if not self.is_repeated:
+            return self.usual.most(n)
+        # As many draws as a pass has are in two passes, and the last window of the first one may be
+        # short.
+        n_spans = n // self.n_draws + 1
+        return n_spans * (self.usual.most(min(n, self.n_draws)) + 1)
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        """Yield the windows of the draws [start, stop); their positions are draws of all passes."""
+        for number in range(start // self.n_draws, -(-stop // self.n_draws)):
+            first = number * self.n_draws
+            end = min(stop - first, self.n_draws)
+            for window in self._windows(number).needed(max(0, start - first), end):
+                yield Window(first + window.begin, first + window.end, self._shifted(window.runs))
+
+    @property
+    def all_runs(self) -> list[Interval]:
+        """The rows of a source whose one window has all of them, and so serves all passes."""
+        return self._shifted(next(self.usual.needed(0, 1)).runs)
+
+    def _windows(self, number: int) -> Windows:
+        found = self.windows_of(number)
+        assert found is not None
+        return found
+
+    def _shifted(self, runs: Sequence[Interval]) -> list[Interval]:
+        return [(self.first_row + start, self.first_row + stop) for start, stop in runs]
+
+
+@dataclass(frozen=True)
+class MixedWindows:
+    """Windows of the sources of a mixture. Other sources have none."""
+
+    n_blocks = 0
+    # Other sources have no windows, and the windows of a mixture differ between epochs.
+    is_single = False
+
+    sources: tuple[_Source, ...]
+    """The sources with windows, at least one."""
+    turns: Interleaving | ShuffledTurns
+    batch_size: int
+    """Number of consecutive rows from the same source."""
+    start: int
+    """Place of position 0 in the sequence of all turns."""
+    length: int
+    """Number of positions."""
+
+    @property
+    def window_rows(self) -> int:
+        return max(source.usual.window_rows for source in self.sources)
+
+    @property
+    def block_rows(self) -> int:
+        return min(source.usual.block_rows for source in self.sources)
+
+    @property
+    def n_ahead(self) -> int:
+        return sum(source.usual.n_ahead for source in self.sources if not source.usual.is_single)
+
+    def most(self, n: int) -> int:
+        return sum(source.most(min(n, self.length)) for source in self.sources)
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        stop = min(stop, self.length)
+        streams = (self._of_source(source, start, stop) for source in self.sources)
+        return heapq.merge(*streams, key=attrgetter("begin"))
+
+    def _of_source(self, source: _Source, start: int, stop: int) -> Iterator[Window]:
+        first, last = (self._n_draws(source.number, position) for position in (start, stop))
+        if source.usual.is_single:
+            if first < last:
+                yield Window(0, self.length, source.all_runs)
+            return
+        for begin, end, runs in source.needed(first, last):
+            yield Window(
+                max(0, self._position(source.number, begin)),
+                min(self.length, self._position(source.number, end - 1) + 1),
+                runs,
+            )
+
+    def _n_draws(self, number: int, position: int) -> int:
+        """Return the draws of a source before a position."""
+        turn, offset = divmod(self.start + position, self.batch_size)
+        before = self.turns.before(number, turn)
+        # A turn that has begun is one of the source if there is one turn more after it.
+        is_its = offset and self.turns.before(number, turn + 1) > before
+        return before * self.batch_size + offset * bool(is_its)
+
+    def _position(self, number: int, draw: int) -> int:
+        """Return the position of a draw; the length of the epoch if there is none."""
+        turn, offset = divmod(draw, self.batch_size)
+        place = self.turns.place(number, turn)
+        if place is None:
+            return self.length
+        return place * self.batch_size + offset - self.start
 
 
 def _check_sources(sources: Any) -> None:
@@ -353,26 +448,11 @@ def n_rows_of(source: Any, name: str) -> int:
     return whole_number(n, f"{name}: n_rows")
 
 
-def check_inner(order: Any, name: str = "order") -> Order:
-    """Return an order that may be a part of another one.
-
-    Raises:
-        ArgumentError: If it is not an order, or is the share of one rank.
-    """
-    inner = check_order(order, name)
-    if isinstance(inner, PerRank):
-        raise ArgumentError(
-            f"{name}=per_rank(...) is the share of one rank; share the whole order: give ranks= to "
-            "the feeder, or per_rank(mixed(...), ...)"
-        )
-    return inner
-
-
-def _orders(order: Any, names: Sequence[str], seed: int) -> tuple[Order, ...]:
+def _orders(order: Any, names: Sequence[str], seed: int) -> tuple[KnownOrder, ...]:
     """Return the order of the rows of each source."""
     if order is None:
         # With equal seeds, sources of equal sizes would be shuffled alike.
-        return tuple(shuffled(seed + number) for number in range(len(names)))
+        return tuple(Shuffled(seed + number) for number in range(len(names)))
     if not isinstance(order, Mapping):
         return (check_inner(order),) * len(names)
     if set(order) != set(names):
@@ -384,7 +464,7 @@ def _orders(order: Any, names: Sequence[str], seed: int) -> tuple[Order, ...]:
 
 
 def _n_draws(
-    names: Sequence[str], sizes: Sequence[int], orders: Sequence[Order]
+    names: Sequence[str], sizes: Sequence[int], orders: Sequence[KnownOrder]
 ) -> tuple[int, ...]:
     """Return the number of rows of a pass over each source."""
     found = []

@@ -4,28 +4,29 @@ An order maps positions of an epoch to row indices. It depends only on its argum
 rows and the epoch. Because an order can compute any position, a large shuffle needs no memory, and
 a resumed epoch continues where it stopped. An order gets the number of rows when a feeder binds it:
 ``Feeder(x, rows=block_shuffled(seed=1, block_rows=4096), ...)``.
+
+Orders compose: ``Subset``, ``Bucketed``, ``Mixed`` and ``PerRank`` take other orders. Each class
+says what a feeder must know besides the rows: the windows to read ahead, how often a row may occur,
+and the memory that it keeps. ``known`` adds this to an order of the user, and checks its rows.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.permutation import draws, keys_of, permutation
-from pinfeed.rows.ranks import Interval, Progress, RankPartition, StridedSlice, Uneven, positions_of
-from pinfeed.rows.windows import EvenWindows, SharedWindows, Windows
-from pinfeed.validation.arguments import (
-    check_flag,
-    check_rank,
-    check_seed,
-    whole_number,
-)
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.permutation import draws, permutation
+from pinfeed.rows.windows import Windows
+from pinfeed.validation.arguments import check_seed, whole_number
 
 Rows = npt.NDArray[np.int64]
 """Row indices, shape (n,)."""
@@ -108,68 +109,82 @@ def drawn(n: int, seed: int = 0) -> Order:
     return Drawn(whole_number(n, "n"), check_seed(seed))
 
 
-def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
-    """Return a random order of contiguous blocks, which disks read with few seeks.
+class KnownOrder(ABC):
+    """Base class of all orders of pinfeed: what a feeder knows of an order besides its rows.
 
-    The order visits the blocks in random order, and mixes the rows within each window of
-    ``window_blocks`` blocks. The blocks begin at different rows in every epoch. In the order, the
-    rows of one block are less than one window apart.
-
-    Args:
-        seed: Seed of the shuffle; the order is a function of (seed, epoch).
-        block_rows: Number of consecutive rows of a block. A block should have at least 256 KiB, so
-            that disks read it as fast as a sequence; for rows of 4 KiB, give 64 or more.
-        window_blocks: Number of blocks of a window. Larger windows mix more rows, and need more
-            memory to read ahead.
-
-    Raises:
-        ArgumentError: If ``seed`` is not a whole number, or ``block_rows`` or ``window_blocks`` is
-            not a whole number above 0.
-
-    Examples:
-        >>> order = pinfeed.rows.block_shuffled(seed=1, block_rows=256)
-        >>> feeder = pinfeed.Feeder(np.arange(100_000), batch_size=100, rows=order)
+    Its rows are in range, in new arrays of int64. By default, the properties follow from ``parts``.
     """
-    return BlockShuffled(
-        check_seed(seed),
-        whole_number(block_rows, "block_rows"),
-        whole_number(window_blocks, "window_blocks"),
-    )
+
+    @abstractmethod
+    def length(self, n_rows: int) -> int:
+        """Return the number of rows in one epoch over ``n_rows`` rows."""
+
+    @abstractmethod
+    def bind(self, n_rows: int, epoch: int) -> At:
+        """Return the order of one epoch over ``n_rows`` rows."""
+
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        """Return the windows of an epoch that are read ahead; None if an order has none."""
+        return None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether an order visits contiguous blocks of rows, which only one rank should read."""
+        return False
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the order is a function of seed and epoch alone."""
+        return False
+
+    @property
+    def parts(self) -> tuple[KnownOrder, ...]:
+        """The orders of which this one is made."""
+        return ()
+
+    @property
+    def arrays(self) -> Arrays:
+        """Arrays that this order keeps besides those of its parts."""
+        return ()
+
+    @property
+    def most_copies(self) -> int | None:
+        """Most occurrences of a row in an epoch; None if unknown."""
+        return 1
+
+    @property
+    def kept_arrays(self) -> Arrays:
+        """Arrays that the order and its parts keep; an array may occur twice."""
+        return (*self.arrays, *itertools.chain.from_iterable(p.kept_arrays for p in self.parts))
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes that the order and its parts need while they sort the rows of a window."""
+        return sum(part.window_nbytes for part in self.parts)
 
 
-def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
-    """Return one rank's share of an order, as ``torch.utils.data.DistributedSampler`` does.
+class DerivedOrder(KnownOrder):
+    """Base class of an order of the rows of one other order."""
 
-    All shares have the same length. Rank r takes positions r, r + world_size, … of ``order``. If
-    the order is block-shuffled, rank r takes one contiguous interval instead, so that only one rank
-    reads a block. Use ``Ranks`` for more options.
+    order: KnownOrder
 
-    Args:
-        order: The order to share.
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        drop_last: Whether to leave out the rows that do not divide evenly; by default, the first
-            rows of the order repeat at its end instead.
+    def length(self, n_rows: int) -> int:
+        return self.order.length(n_rows)
 
-    Raises:
-        ArgumentError: If ``rank`` is not a whole number in [0, world_size), or ``order`` is not an
-            order.
+    @property
+    def parts(self) -> tuple[KnownOrder, ...]:
+        return (self.order,)
 
-    Examples:
-        >>> order = pinfeed.rows.per_rank(pinfeed.rows.sequential(), rank=1, world_size=4)
-        >>> order.bind(n_rows=8, epoch=0)(np.arange(2))
-        array([1, 5])
-    """
-    order = check_order(order)
-    check_flag(drop_last, "drop_last")
-    rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
-    chunk = None if in_blocks(order) else 1
-    return PerRank(order, rank, world_size, "drop" if drop_last else "pad", hand=chunk)
+    @property
+    def most_copies(self) -> int | None:
+        return self.order.most_copies
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(KnownOrder):
     """Rows in the order of the store."""
+
+    is_repeatable = True
 
     def length(self, n_rows: int) -> int:
         return n_rows
@@ -179,10 +194,12 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class Shuffled(KnownOrder):
     """A random permutation of all rows."""
 
     seed: int
+
+    is_repeatable = True
 
     def length(self, n_rows: int) -> int:
         return n_rows
@@ -192,11 +209,14 @@ class Shuffled:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(KnownOrder):
     """Independent random rows, with replacement."""
 
     n: int
     seed: int
+
+    is_repeatable = True
+    most_copies = None
 
     def length(self, n_rows: int) -> int:
         return self.n if n_rows else 0
@@ -206,125 +226,81 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class BlockShuffled:
-    """Blocks in random order, with rows mixed within a window of blocks."""
+class UserOrder(KnownOrder):
+    """An order of the user, or any other object that decides the rows; its rows are checked."""
 
-    seed: int
-    block_rows: int
-    window_blocks: int
+    order: Any
+    name: str = field(compare=False)
+    """Name of the argument, for error messages."""
 
-    in_blocks = True
+    most_copies = None
 
-    def length(self, n_rows: int) -> int:
-        return n_rows
-
-    def bind(self, n_rows: int, epoch: int) -> At:
-        cut = self._cut(n_rows, epoch)
-        window_rows = self._window_rows(n_rows)
-
-        # Consecutive batches need the same window.
-        @functools.lru_cache(maxsize=1)
-        def window(number: int) -> At:
-            size = min(window_rows, n_rows - number * window_rows)
-            return permutation(size, f"{cut.salt}/{number}")
-
-        def at(positions: Rows) -> Rows:
-            numbers = positions // window_rows
-            offset = positions - numbers * window_rows
-            for number, here in grouped(numbers):
-                offset[here] = window(number)(offset[here])
-            return cut.rows(numbers * window_rows + offset)
-
-        return at
-
-    def windows(self, n_rows: int, epoch: int) -> Windows:
-        cut = self._cut(n_rows, epoch)
-        size = self._window_rows(n_rows)
-
-        def runs(window: int) -> list[Interval]:
-            end = min((window + 1) * size, n_rows)
-            begins = np.arange(window * size, end, cut.block)
-            found = []
-            for begin, start in zip(begins.tolist(), cut.rows(begins).tolist(), strict=True):
-                stop = start + min(cut.block, end - begin)
-                found.append((start, min(stop, n_rows)))
-                if stop > n_rows:
-                    found.append((0, stop - n_rows))
-            return sorted(found)
-
-        return EvenWindows(n_rows, size, cut.block, runs, self.window_blocks)
-
-    def _window_rows(self, n_rows: int) -> int:
-        """Return the rows of a window; the last window of an epoch may have fewer."""
-        return min(min(self.block_rows, max(1, n_rows)) * self.window_blocks, max(1, n_rows))
-
-    def _cut(self, n_rows: int, epoch: int) -> _Cut:
-        salt = f"{self.seed}/{epoch}/blocks"
-        block = min(self.block_rows, max(1, n_rows))
-        first = int(keys_of(salt + "/first", 1)[0] % np.uint64(n_rows)) if n_rows else 0
-        return _Cut(salt, n_rows, block, first, permutation(n_rows // block, salt))
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The blocks of an epoch: a ring of all rows, cut into blocks from a random row on.
-
-    The shorter last block has different rows in each epoch.
-    """
-
-    salt: str
-    n_rows: int
-    block: int
-    first: int
-    block_at: At
-
-    def rows(self, positions: Rows) -> Rows:
-        """Return the rows at positions before they are mixed within their window."""
-        index = positions // self.block
-        offset = positions - index * self.block
-        full = index < self.n_rows // self.block
-        index[full] = self.block_at(index[full])
-        return (index * self.block + offset + self.first) % self.n_rows
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """One rank's share of an order."""
-
-    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
-    order: Order
-    rank: int
-    world_size: int
-    uneven: Uneven
-    hand: int | None
-    """Consecutive positions that a rank gets in a round; None for one interval."""
-    done: Progress = ()
-    """The part of the epoch that is already read; the ranks share only the rest."""
+    def __repr__(self) -> str:
+        return repr(self.order)
 
     def length(self, n_rows: int) -> int:
-        return sum(piece.n for piece in self.pieces(n_rows))
+        n: int = self.order.length(n_rows)
+        return n
 
     def bind(self, n_rows: int, epoch: int) -> At:
         at = self.order.bind(n_rows, epoch)
-        pieces = self.pieces(n_rows)
-        return lambda positions: at(positions_of(pieces, positions))
+        name = f"{self.name}={self.order!r}"
+        # A copy is checked, because the owner of the order may change its array.
+        return lambda positions: check_rows(at(positions), n_rows, name, copy=True)
 
-    def windows(self, n_rows: int, epoch: int) -> Windows | None:
-        found = windows(self.order, n_rows, epoch)
-        return None if found is None else SharedWindows(found, self.pieces(n_rows))
+    @property
+    def in_blocks(self) -> bool:
+        return getattr(self.order, "in_blocks", False)
 
     @property
     def kept_arrays(self) -> Arrays:
-        """Arrays that the order keeps."""
-        return kept_arrays(self.order)
+        arrays: Arrays = getattr(self.order, "kept_arrays", ())
+        return arrays
 
-    def pieces(self, n_rows: int) -> tuple[StridedSlice, ...]:
-        """Return the positions of the order that the rank reads."""
-        whole = self.order.length(n_rows)
-        left = [(0, whole)]
-        for world_size, n in self.done:
-            left = RankPartition(world_size, self.uneven, self.hand).rest(left, n)
-        return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
+    @property
+    def window_nbytes(self) -> int:
+        return getattr(self.order, "window_nbytes", 0)
+
+
+def known(rows: Any, name: str = "rows") -> KnownOrder:
+    """Return rows with what a feeder knows of them.
+
+    Args:
+        rows: An order, or any other iterable of row indices or batches, of which nothing is known.
+        name: Name of the argument, for error messages.
+    """
+    # A subclass of the user may have other rows.
+    is_own = isinstance(rows, KnownOrder) and type(rows).__module__.startswith("pinfeed.rows.")
+    return rows if is_own else UserOrder(rows, name)
+
+
+def check_order(order: Any, name: str = "order") -> KnownOrder:
+    """Return an order that a user gives, with what is known of it.
+
+    Raises:
+        ArgumentError: If it is not an order.
+    """
+    # A class has the methods of its instances.
+    if not isinstance(order, Order) or isinstance(order, type):
+        raise ArgumentError(
+            f"{name}={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
+        )
+    return known(order, name)
+
+
+@dataclass(frozen=True)
+class KeptArray:
+    """An array that an order keeps. Saved states contain ``repr``, so it has a checksum."""
+
+    n: int
+    """Number of elements."""
+    crc32: int
+    values: Rows = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, values: Rows) -> KeptArray:
+        """Return the array with its checksum."""
+        return cls(len(values), zlib.crc32(values.tobytes()), values)
 
 
 def grouped(numbers: Rows) -> Iterator[tuple[int, Rows | slice]]:
@@ -335,76 +311,3 @@ def grouped(numbers: Rows) -> Iterator[tuple[int, Rows | slice]]:
         return
     for number in np.unique(numbers).tolist():
         yield number, np.flatnonzero(numbers == number)
-
-
-def check_order(order: Any, name: str = "order") -> Order:
-    """Return an order that a user gives.
-
-    Raises:
-        ArgumentError: If it is not an order.
-    """
-    # A class has the methods of its instances.
-    if not isinstance(order, Order) or isinstance(order, type):
-        raise ArgumentError(
-            f"{name}={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
-        )
-    return order
-
-
-def windows(order: object, n_rows: int, epoch: int) -> Windows | None:
-    """Return the windows of an epoch; None if an order has none.
-
-    An order with windows has a method ``windows(n_rows, epoch)``.
-    """
-    # A subclass may have other rows.
-    made: Windows | None = None
-    if "windows" in vars(type(order)):
-        made = order.windows(n_rows, epoch)  # type: ignore[attr-defined]
-    return made
-
-
-def is_own(order: object) -> bool:
-    """Return whether the class of an order is one of pinfeed."""
-    return isinstance(order, Order) and type(order).__module__.startswith("pinfeed.rows.")
-
-
-def in_blocks(order: object) -> bool:
-    """Return whether an order visits contiguous blocks of rows, which only one rank should read."""
-    return getattr(order, "in_blocks", False)
-
-
-def is_repeatable(order: object) -> bool:
-    """Return whether the order is one of pinfeed, a function of seed and epoch alone."""
-    if isinstance(order, PerRank):
-        order = order.order
-    # A subclass, or an order of the user, may depend on something else.
-    return type(order) in (Sequential, Shuffled, Drawn, BlockShuffled)
-
-
-def is_distinct(order: object) -> bool:
-    """Return whether the order is known to have each row at most once per epoch."""
-    # A subclass may repeat rows.
-    return type(order) in (Sequential, Shuffled, BlockShuffled) or _copies(order) == 1
-
-
-def most_copies(order: object) -> int | None:
-    """Return the most occurrences of a row in an epoch of an order; None if unknown."""
-    if is_distinct(order):
-        return 1
-    if isinstance(order, PerRank) and (copies := most_copies(order.order)) is not None:
-        # Padding repeats fewer positions than there are ranks, at the end of the epoch.
-        return copies + (order.uneven == "pad")
-    return _copies(order)
-
-
-def kept_arrays(order: object) -> Arrays:
-    """Return the arrays that an order and the orders in it keep; an array may occur twice."""
-    arrays: Arrays = getattr(order, "kept_arrays", ())
-    return arrays
-
-
-def _copies(order: object) -> int | None:
-    """Return ``most_copies`` of an order that is made of other orders; None if unknown."""
-    # A subclass may repeat rows, unless it says how often itself.
-    copies: int | None = getattr(order, "most_copies", None)
-    return copies if "most_copies" in vars(type(order)) else None

@@ -8,16 +8,12 @@ from typing import Any, Literal
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
-from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.length_batches import START, LengthBatches, Mark
+from pinfeed.rows.orders import Order, Rows
 from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
 from pinfeed.rows.permutation import permutation
-from pinfeed.validation.arguments import (
-    check_choice,
-    check_flag,
-    check_seed,
-    whole_number,
-)
+from pinfeed.rows.row_lengths import RowLengths
+from pinfeed.validation.arguments import check_choice, whole_number
 
 Split = Literal["never", "long", "always"]
 
@@ -74,7 +70,7 @@ def packed(
         ...         print(sorted(batch.values.tolist()))
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return Packed(lengths, max_elements, batch_size, window, order, split, seed, drop_last)
+    return Packed(batch_size, split, lengths, max_elements, order, window, seed, drop_last)
 
 
 class Packed(LengthBatches[Pieces]):
@@ -91,51 +87,26 @@ class Packed(LengthBatches[Pieces]):
 
     name = "packed"
     units_name = "sequences"
+    unit_name = "sequence"
+    salt = "packed"
+    window: int
     is_exact = True
     row_nbytes = 184
 
-    def __init__(
-        self,
-        lengths: Any,
-        max_elements: int,
-        batch_size: int,
-        window: int,
-        order: Order | None,
-        split: Split,
-        seed: int,
-        drop_last: bool,
-    ) -> None:
-        self.max_elements = whole_number(max_elements, "max_elements")
+    def __init__(self, batch_size: int, split: Split, *common: Any) -> None:
         self.n_units = whole_number(batch_size, "batch_size")
-        self.window: int = whole_number(window, "window")
         check_choice(split, "split", _SPLITS)
-        self._seed = check_seed(seed)
-        check_flag(drop_last, "drop_last")
-        super().__init__(lengths, order)
         self._split = split
-        self.drop_last = bool(drop_last)
-        longest = int(self.lengths.max())
-        if longest > self.max_elements and split == "never":
-            row = int(self.lengths.argmax())
-            raise ArgumentError(
-                f"row {row} has {longest:,} elements, but max_elements={self.max_elements:,}; "
-                "expected rows that fit in a sequence; give split='long' to cut longer rows, or "
-                "raise max_elements"
-            )
-        if not longest:
+        super().__init__(*common)
+        if split == "never":
+            self._require_fit("give split='long' to cut longer rows, or raise max_elements")
+        if not self.lengths.any():
             raise ArgumentError("lengths: all rows have 0 elements; expected elements to pack")
         self.batch_size = self._most_pieces()
 
-    def __repr__(self) -> str:
-        size = "" if self.n_units == 1 else f", batch_size={self.n_units}"
-        return self._described(f"<{len(self.lengths)} lengths>", size)
-
-    def _described(self, lengths: str, size: str = "") -> str:
-        flag = ", drop_last=True" * self.drop_last
-        return (
-            f"packed({lengths}, {self.max_elements}{size}, window={self.window}, "
-            f"order={self.order!r}, split={self._split!r}, seed={self._seed}{flag})"
-        )
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"split": self._split}
 
     def most_elements(self, *, padded: bool) -> int | None:
         return None if padded else self.n_units * self.max_elements
@@ -161,54 +132,41 @@ class Packed(LengthBatches[Pieces]):
             n_elements += int(pieces.lengths.sum())
         return n_elements / (n * self.max_elements) if n else 0.0
 
+    def rows_of(self, units: list[Pieces]) -> Rows:
+        return np.concatenate([one.rows for one in units])
+
+    def places_of(self, units: list[Pieces]) -> Places:
+        begins = np.concatenate([one.begins for one in units])
+        lengths = np.concatenate([one.lengths for one in units])
+        counts = [len(one.rows) for one in units]
+        ends = np.cumsum(lengths)
+        firsts = np.cumsum([0, *counts[:-1]])
+        # Elements before each sequence, which has those of the batch except for the padding.
+        before = np.repeat((ends - lengths)[firsts], counts)
+        numbers = np.repeat(np.arange(len(units)), counts)
+        places = ends - lengths - before + numbers * self.max_elements
+        return Places(begins, lengths, places, (len(units), self.max_elements))
+
     def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
         if self._split == "always":
             return self._runs(epoch, mark, note)
-        return self._best_fits(epoch, mark, note)
+        return self._units_of_windows(epoch, mark, note)
 
-    def joined(self, units: list[Pieces]) -> tuple[Rows, Places]:
-        pieces = Pieces.joined(units)
-        counts = [len(one.rows) for one in units]
-        ends = np.cumsum(pieces.lengths)
-        firsts = np.cumsum([0, *counts[:-1]])
-        # Elements before each sequence, which has those of the batch except for the padding.
-        before = np.repeat((ends - pieces.lengths)[firsts], counts)
-        numbers = np.repeat(np.arange(len(units)), counts)
-        places = ends - pieces.lengths - before + numbers * self.max_elements
-        shape = (len(units), self.max_elements)
-        return pieces.rows, Places(pieces.begins, pieces.lengths, places, shape)
-
-    def _batches(self, epoch: int) -> Iterator[Rows]:
-        batch: list[Pieces] = []
-        for pieces in self.units(epoch, START, lambda mark: None):
-            batch.append(pieces)
-            if len(batch) == self.n_units:
-                yield Pieces.joined(batch).rows
-                batch = []
-        if batch and not self.drop_last:
-            yield Pieces.joined(batch).rows
-
-    def _best_fits(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
+    def cut_window(self, rows: Rows, salt: str) -> Iterator[Pieces]:
         most = self.max_elements
-        n = mark.unit
-        for number, rows in self._windows_from(epoch, mark.window):
-            note(Mark(number, 0, n))
-            lengths = self.lengths[rows]
-            # Every row begins a sequence here, so that only long rows are cut.
-            room = -(-lengths // most) * most
-            pieces, _ = cut_rows(rows, lengths, np.cumsum(room) - room, most)
-            if not len(rows):
-                continue
-            sequences = best_fit(pieces.lengths, most)
-            n_sequences = int(sequences.max()) + 1
-            salt = f"{self._seed}/{epoch}/packed/{number}"
-            sequences = permutation(n_sequences, salt)(sequences)
-            # The rows of a sequence keep their order.
-            pieces = pieces.take(np.argsort(sequences, kind="stable"))
-            ends = np.cumsum(np.bincount(sequences)).tolist()
-            for begin, end in zip([0, *ends], ends, strict=False):
-                yield pieces.take(slice(begin, end))
-            n += n_sequences
+        rows, lengths = self._with_elements(rows)
+        if not len(rows):
+            return
+        # Every row begins a sequence here, so that only long rows are cut.
+        room = -(-lengths // most) * most
+        pieces, _ = cut_rows(rows, lengths, np.cumsum(room) - room, most)
+        sequences = best_fit(pieces.lengths, most)
+        sequences = permutation(int(sequences.max()) + 1, salt)(sequences)
+        # The rows of a sequence keep their order.
+        pieces = pieces.take(np.argsort(sequences, kind="stable"))
+        ends = np.cumsum(np.bincount(sequences)).tolist()
+        for begin, end in zip([0, *ends], ends, strict=False):
+            yield pieces.take(slice(begin, end))
 
     def _runs(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
         most = self.max_elements
@@ -219,7 +177,7 @@ class Packed(LengthBatches[Pieces]):
         filled = 0
         for number, rows in self._windows_from(epoch, mark.window):
             note(Mark(number, most - filled, n + 1) if filled else Mark(number, skip, n))
-            lengths = self.lengths[rows]
+            rows, lengths = self._with_elements(rows)
             ends = np.cumsum(lengths)
             # Elements to skip have negative positions, so they are in sequences before number 0.
             pieces, numbers = cut_rows(rows, lengths, ends - lengths + filled - skip, most)
@@ -239,11 +197,11 @@ class Packed(LengthBatches[Pieces]):
         if pending and not self.drop_last:
             yield Pieces.joined(pending)
 
-    def _windows_from(self, epoch: int, first: int) -> Iterator[tuple[int, Rows]]:
-        """Yield the number of each window, and its rows that have elements."""
-        windows = self._rows(epoch, self.window, first * self.window)
-        for number, rows in enumerate(windows, first):
-            yield number, rows[self.lengths[rows] > 0]
+    def _with_elements(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return the rows that have elements, and their lengths."""
+        lengths = self.lengths[rows]
+        has_some = lengths > 0
+        return rows[has_some], lengths[has_some]
 
     def _most_pieces(self) -> int:
         """Return the most pieces that a batch can have."""
@@ -254,7 +212,7 @@ class Packed(LengthBatches[Pieces]):
             kept = np.append(rests[rests > 0], most)
         table = RowLengths(kept)
         fitting = table.most_rows(
-            self.n_units * most, padded=False, repeats=not is_distinct(self.order)
+            self.n_units * most, padded=False, repeats=self.order.most_copies != 1
         )
         # A batch of a run of elements has its first row, and one at the end of each sequence, in
         # addition to whole rows.

@@ -9,15 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError
-from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
-from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.length_batches import LengthBatches, Mark
+from pinfeed.rows.orders import Order, Rows
 from pinfeed.rows.permutation import permutation
-from pinfeed.validation.arguments import (
-    check_flag,
-    check_seed,
-    whole_number,
-)
+from pinfeed.rows.row_lengths import RowLengths, longest_first
+from pinfeed.validation.arguments import check_flag, whole_number
 
 # The order computes this many rows at once.
 _RUN_ROWS = 1 << 14
@@ -71,7 +67,7 @@ def element_batches(
         ...     [values.tolist() for values, offsets in feeder]
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last, window, seed)
+    return ElementBatches(batch_size, padded, lengths, max_elements, order, window, seed, drop_last)
 
 
 class ElementBatches(LengthBatches[Rows]):
@@ -87,48 +83,25 @@ class ElementBatches(LengthBatches[Rows]):
 
     name = "element_batches"
     units_name = "batches"
+    unit_name = "batch"
+    salt = "elements"
     row_nbytes = 72
 
-    def __init__(
-        self,
-        lengths: Any,
-        max_elements: int,
-        batch_size: int | None,
-        order: Order | None,
-        padded: bool,
-        drop_last: bool,
-        window: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.max_elements = whole_number(max_elements, "max_elements")
+    def __init__(self, batch_size: int | None, padded: bool, *common: Any) -> None:
         check_flag(padded, "padded")
-        check_flag(drop_last, "drop_last")
-        super().__init__(lengths, order)
-        table = RowLengths(self.lengths)
-        if table.longest > self.max_elements:
-            row = int(self.lengths.argmax())
-            raise ArgumentError(
-                f"row {row} has {table.longest:,} elements, but "
-                f"max_elements={self.max_elements:,}; expected rows that fit in a batch; raise "
-                "max_elements, or cut the row"
-            )
         self.padded = bool(padded)
-        self.drop_last = bool(drop_last)
-        self.window = None if window is None else whole_number(window, "window")
-        self._seed = check_seed(seed)
         self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
-        fitting = table.most_rows(
-            self.max_elements, padded=self.padded, repeats=not is_distinct(self.order)
+        super().__init__(*common)
+        self._require_fit("raise max_elements, or cut the row")
+        fitting = RowLengths(self.lengths).most_rows(
+            self.max_elements, padded=self.padded, repeats=self.order.most_copies != 1
         )
         most = self.order.length(len(self.lengths))
         self.batch_size = max(1, min(most, fitting, self._given_size or most))
 
-    def _described(self, lengths: str) -> str:
-        size = "" if self._given_size is None else f", batch_size={self._given_size}"
-        flags = ", padded=True" * self.padded + ", drop_last=True" * self.drop_last
-        if self.window is not None:
-            flags += f", window={self.window}, seed={self._seed}"
-        return f"element_batches({lengths}, {self.max_elements}{size}, order={self.order!r}{flags})"
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"batch_size": self._given_size, "padded": self.padded}
 
     def most_elements(self, *, padded: bool) -> int | None:
         return self.max_elements if self.padded or not padded else None
@@ -136,35 +109,32 @@ class ElementBatches(LengthBatches[Rows]):
     def n_begun(self, unit: Rows) -> int:
         return len(unit)
 
+    def rows_of(self, units: list[Rows]) -> Rows:
+        return units[0] if len(units) == 1 else np.concatenate(units)
+
     def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Rows]:
-        unit = mark.unit
         if self.window is None:
-            position = due = mark.skip
-            for batch in self._cut(self._rows(epoch, _RUN_ROWS, position)):
-                if position >= due:
-                    note(Mark(0, position, unit))
-                    due = position + _RUN_ROWS
-                yield batch
-                position += len(batch)
-                unit += 1
-            return
-        first = mark.window * self.window
-        for number, rows in enumerate(self._rows(epoch, self.window, first), mark.window):
-            note(Mark(number, 0, unit))
-            # Rows of equal length keep their order, which is random if that of the rows is.
-            by_length = rows[np.argsort(-self.lengths[rows], kind="stable")]
-            batches = list(self._cut([by_length]))
-            shuffle = permutation(len(batches), f"{self._seed}/{epoch}/elements/{number}")
-            for i in shuffle(np.arange(len(batches))).tolist():
-                yield batches[i]
-            unit += len(batches)
+            return self._units_in_order(epoch, mark, note)
+        return self._units_of_windows(epoch, mark, note)
 
-    def joined(self, units: list[Rows]) -> tuple[Rows, None]:
-        (rows,) = units
-        return rows, None
+    def _units_in_order(
+        self, epoch: int, mark: Mark, note: Callable[[Mark], None]
+    ) -> Iterator[Rows]:
+        unit = mark.unit
+        position = due = mark.skip
+        for batch in self._cut(self._rows(epoch, _RUN_ROWS, position)):
+            if position >= due:
+                note(Mark(0, position, unit))
+                due = position + _RUN_ROWS
+            yield batch
+            position += len(batch)
+            unit += 1
 
-    def _batches(self, epoch: int) -> Iterator[Rows]:
-        return self.units(epoch, START, lambda mark: None)
+    def cut_window(self, rows: Rows, salt: str) -> Iterator[Rows]:
+        batches = list(self._cut([longest_first(rows, self.lengths)]))
+        shuffle = permutation(len(batches), salt)
+        for i in shuffle(np.arange(len(batches))).tolist():
+            yield batches[i]
 
     def _cut(self, runs: Iterable[Rows]) -> Iterator[Rows]:
         """Cut rows, given in runs, into batches in their order."""

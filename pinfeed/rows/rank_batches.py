@@ -15,8 +15,8 @@ from typing import Any, cast, get_args
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, PerRank, in_blocks, is_own
-from pinfeed.rows.ranks import Progress, Ranks, Uneven, world
+from pinfeed.rows.orders import Order, UserOrder, known
+from pinfeed.rows.ranks import PerRank, Progress, Ranks, Uneven, world
 from pinfeed.rows.windows import Windows
 
 logger = logging.getLogger("pinfeed")
@@ -76,9 +76,10 @@ class RankBatches(RowBatches):
         Args:
             done: Positions of the epoch that are already done.
         """
-        in_one = in_blocks(self.order) and not self.ranks.split_batches
+        order = known(self.order)
+        in_one = order.in_blocks and not self.ranks.split_batches
         chunk = None if in_one else self.batch_size
-        return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
+        return PerRank(order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
 
     def batches(self, done: Progress = ()) -> OrderBatches:
         """Return the batches of an epoch of which the positions ``done`` are already done."""
@@ -314,7 +315,7 @@ def _has_all_rows(rows: Any) -> bool:
     An order of the user may be the share of one process.
     """
     order = rows.order if isinstance(rows, LengthBatches) else rows
-    return is_own(order) and not isinstance(order, PerRank)
+    return not isinstance(known(order), UserOrder | PerRank)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Ranks: how the processes of a job share an epoch, the rank of this process, and the arithmetic.
+"""Ranks: how the processes of a job share an epoch; PerRank: the order of one rank's share.
 
 A job that resumes with another number of ranks divides the remaining positions again.
 """
@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
+from pinfeed.rows.orders import At, DerivedOrder, KnownOrder, Order, Rows, check_order
+from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows
 from pinfeed.validation.arguments import check_flag, check_rank
 
-Positions = npt.NDArray[np.int64]
-"""Positions of an epoch, shape (n,)."""
-Index = TypeVar("Index", int, Positions)
+Index = TypeVar("Index", int, Rows)
 
 Uneven = Literal["pad", "drop", "join"]
 """The treatment of positions that do not divide evenly.
@@ -27,8 +26,6 @@ Uneven = Literal["pad", "drop", "join"]
 ``pad`` repeats some, ``drop`` leaves some out, and ``join`` gives some ranks one more.
 """
 
-Interval = tuple[int, int]
-"""Positions [start, stop)."""
 Progress = tuple[tuple[int, int], ...]
 """World sizes that worked on an epoch in turn, each with the rows that every rank has read."""
 
@@ -99,6 +96,36 @@ class Ranks:
             )
 
 
+def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
+    """Return one rank's share of an order, as ``torch.utils.data.DistributedSampler`` does.
+
+    All shares have the same length. Rank r takes positions r, r + world_size, … of ``order``. If
+    the order is block-shuffled, rank r takes one contiguous interval instead, so that only one rank
+    reads a block. Use ``Ranks`` for more options.
+
+    Args:
+        order: The order to share.
+        rank: The rank of this process.
+        world_size: Number of ranks.
+        drop_last: Whether to leave out the rows that do not divide evenly; by default, the first
+            rows of the order repeat at its end instead.
+
+    Raises:
+        ArgumentError: If ``rank`` is not a whole number in [0, world_size), or ``order`` is not an
+            order.
+
+    Examples:
+        >>> order = pinfeed.rows.per_rank(pinfeed.rows.sequential(), rank=1, world_size=4)
+        >>> order.bind(n_rows=8, epoch=0)(np.arange(2))
+        array([1, 5])
+    """
+    shared = check_order(order)
+    check_flag(drop_last, "drop_last")
+    rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
+    chunk = None if shared.in_blocks else 1
+    return PerRank(shared, rank, world_size, "drop" if drop_last else "pad", hand=chunk)
+
+
 def world() -> tuple[int, int]:
     """Return this process's rank and the number of ranks.
 
@@ -127,6 +154,50 @@ def world() -> tuple[int, int]:
     except ValueError:
         raise ArgumentError(f"{text}; expected whole numbers, as torchrun sets them") from None
     return check_rank(rank, world_size, text)
+
+
+@dataclass(frozen=True)
+class PerRank(DerivedOrder):
+    """One rank's share of an order."""
+
+    order: KnownOrder
+    rank: int
+    world_size: int
+    uneven: Uneven
+    hand: int | None
+    """Consecutive positions that a rank gets in a round; None for one interval."""
+    done: Progress = ()
+    """The part of the epoch that is already read; the ranks share only the rest."""
+
+    def length(self, n_rows: int) -> int:
+        return sum(piece.n for piece in self.pieces(n_rows))
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        at = self.order.bind(n_rows, epoch)
+        pieces = self.pieces(n_rows)
+        return lambda positions: at(positions_of(pieces, positions))
+
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        found = self.order.windows(n_rows, epoch)
+        return None if found is None else SharedWindows(found, self.pieces(n_rows))
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.order.is_repeatable
+
+    @property
+    def most_copies(self) -> int | None:
+        copies = self.order.most_copies
+        # Padding repeats fewer positions than there are ranks, at the end of the epoch.
+        return None if copies is None else copies + (self.uneven == "pad")
+
+    def pieces(self, n_rows: int) -> tuple[StridedSlice, ...]:
+        """Return the positions of the order that the rank reads."""
+        whole = self.order.length(n_rows)
+        left = [(0, whole)]
+        for world_size, n in self.done:
+            left = RankPartition(world_size, self.uneven, self.hand).rest(left, n)
+        return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
 
 
 class StridedSlice(NamedTuple):
@@ -224,7 +295,7 @@ class RankPartition:
         return start + rank * size, start + (rank + 1) * size
 
 
-def positions_of(pieces: Sequence[StridedSlice], i: Positions) -> Positions:
+def positions_of(pieces: Sequence[StridedSlice], i: Rows) -> Rows:
     """Return the positions with the numbers ``i``, counted through all pieces."""
     first = 0
     found = np.empty_like(i)
@@ -236,6 +307,79 @@ def positions_of(pieces: Sequence[StridedSlice], i: Positions) -> Positions:
         found[in_piece] = piece.at(i[in_piece] - first)
         first += piece.n
     return found
+
+
+@dataclass(frozen=True)
+class SharedWindows(WrappedWindows):
+    """The windows of one rank's share of an order."""
+
+    pieces: tuple[StridedSlice, ...]
+    """The rank's positions of the order."""
+
+    def most(self, n: int) -> int:
+        spans = [
+            n if piece.n <= piece.chunk else (n // piece.chunk + 1) * piece.step + piece.chunk
+            for piece in self.pieces
+        ]
+        return self.windows.most(max(spans, default=n))
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for first, pieces in self._ascending():
+            begin = first
+            # Windows that later pieces may need, too. An epoch may have many others, which are not
+            # kept.
+            seen = set()
+            for piece in pieces:
+                i = max(0, start - begin)
+                end = min(piece.n, stop - begin)
+                least = begin
+                begin += piece.n
+                if i >= end:
+                    continue
+                stop_of_piece = piece.at(end - 1) + 1
+                for window in self.windows.needed(piece.at(i), stop_of_piece):
+                    low = first + sum(one.below(window.begin) for one in pieces)
+                    low = max(least, low)
+                    high = first + sum(one.below(window.end) for one in pieces)
+                    key = window._replace(runs=tuple(window.runs))
+                    # Other ranks may have all positions of a window.
+                    if low < high and key not in seen:
+                        if window.end > stop_of_piece:
+                            seen.add(key)
+                        yield Window(low, high, window.runs)
+
+    def _ascending(self) -> list[tuple[int, list[StridedSlice]]]:
+        """Return groups of ascending pieces, each with its first position in the share.
+
+        Padding begins again with the first positions of the order.
+        """
+        groups: list[tuple[int, list[StridedSlice]]] = []
+        first = 0
+        last = -1
+        for piece in self.pieces:
+            if not piece.n:
+                continue
+            if piece.begin <= last or not groups:
+                groups.append((first, []))
+            groups[-1][1].append(piece)
+            last = piece.at(piece.n - 1)
+            first += piece.n
+        return groups
+
+
+def check_inner(order: Any, name: str = "order") -> KnownOrder:
+    """Return an order that may be a part of another one.
+
+    Raises:
+        ArgumentError: If it is not an order, or is the share of one rank.
+    """
+    inner = check_order(order, name)
+    if isinstance(inner, PerRank):
+        raise ArgumentError(
+            f"{name}=per_rank(...) is the share of one rank; share the whole order: give ranks= to "
+            "the feeder, or per_rank(mixed(...), ...)"
+        )
+    return inner
 
 
 def _total(intervals: Sequence[Interval]) -> int:

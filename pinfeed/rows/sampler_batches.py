@@ -120,8 +120,6 @@ class SamplerBatches(SamplerEpochs, RowBatches):
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
         if isinstance(rows, (np.ndarray, Sequence)):
             self._rows = self._checked(rows)
-        if isinstance(rows, LengthBatches):
-            rows.require_rows(n_rows)
 
     def _checked(self, rows: Any) -> Any:
         """Check an array or a list before any thread starts."""
@@ -146,10 +144,8 @@ class SamplerBatches(SamplerEpochs, RowBatches):
         try:
             n = len(self._rows)  # type: ignore[arg-type]
         except TypeError:
-            is_counted = isinstance(self._rows, LengthBatches)
-            hint = "; element_batches has count(epoch) instead" * is_counted
             raise TypeError(
-                f"{self._name} has no len(), so the number of batches is unknown{hint}"
+                f"{self._name} has no len(), so the number of batches is unknown"
             ) from None
         if self.gives_batches:
             return n
@@ -216,8 +212,6 @@ class SamplerBatches(SamplerEpochs, RowBatches):
             )
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        if isinstance(self._rows, LengthBatches):
-            return self._rows.windows(number, start)
         return None, 0, 0
 
     def _changed(self, number: int) -> ArgumentError:

@@ -80,7 +80,8 @@ class SharedBatches(SamplerEpochs, RowBatches):
         units = itertools.islice(units, first - mark.unit, None)
         while step := list(itertools.islice(units, self._n_all)):
             if share := self._share(number, step):
-                rows, places = self.rows.joined(share)
+                rows = self.rows.rows_of(share)
+                places = self.rows.places_of(share)
                 n = len(rows)
                 n_positions = sum(map(self.rows.n_begun, step))
                 yield RowIndices(n, [(n, 0)], lambda rows=rows: rows, places, n_positions)  # type: ignore[misc]
@@ -167,10 +168,8 @@ class SharedBatches(SamplerEpochs, RowBatches):
         return [] if self.rows.drop_last and len(share) < self.n_each else share
 
 
-def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> SharedBatches | None:
+def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> SharedBatches:
     """Return the batches of this process.
-
-    They are None for all batches of ``element_batches``, which are those of any sampler.
 
     Args:
         rows: The units.
@@ -182,8 +181,7 @@ def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> Share
     if ranks is None:
         note_processes(rows)
     if ranks is None or ranks == "all":
-        is_packed = isinstance(rows, Packed)
-        return SharedBatches(rows, 0, 1, "join", rows.n_units) if is_packed else None
+        return SharedBatches(rows, 0, 1, "join", rows.n_units)
     shared, rank, world_size = check_ranks(ranks, rows.order, rows.drop_last)
     n_each = rows.n_units
     if shared.split_batches:

@@ -1,38 +1,44 @@
-"""where() and split(): orders of a part of the rows."""
+"""where() and split(): orders of a part of the rows.
+
+A ``Subset`` numbers the selected rows from 0 on, and takes these numbers in any other order.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.indices import check_rows
-from pinfeed.rows.mixtures import check_inner
-from pinfeed.rows.orders import (
-    Arrays,
-    At,
-    Order,
-    Rows,
-    is_distinct,
-    kept_arrays,
-    most_copies,
-    sequential,
-    windows,
-)
+from pinfeed.rows.indices import check_rows, sort_rows
+from pinfeed.rows.orders import Arrays, At, DerivedOrder, KnownOrder, Order, Rows, Sequential
 from pinfeed.rows.permutation import permutation
-from pinfeed.rows.row_mask import RowMask
-from pinfeed.rows.windows import SelectedWindows, Windows
+from pinfeed.rows.ranks import check_inner
+from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run
 from pinfeed.validation.arguments import check_seed, real_number, whole_number
 
 Name = TypeVar("Name")
+
+# Bytes of a chunk of the mask. The rows before each chunk are counted, 8 bytes for each.
+_CHUNK = 16
+# Rows of a mask that are packed at a time.
+_PACKED_ROWS = 1 << 24
+# Positions that are found at a time; they need this number of bytes for each byte of a chunk.
+_STEP = 1 << 12
+# Bits that can be scanned in the time in which the chunk of one row is found.
+_SCANNED_BITS = 128
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_N_BITS = _BITS.sum(axis=1, dtype=np.uint8)
+# The position of set bit i of each byte.
+_BIT_AT = np.argsort(1 - _BITS, axis=1, kind="stable").astype(np.uint8)
 
 
 def where(subset: Any, order: Order | None = None) -> Order:
@@ -64,102 +70,12 @@ def where(subset: Any, order: Order | None = None) -> Order:
         ...     labels, batch_size=2, rows=pinfeed.rows.where(labels == 1, pinfeed.rows.shuffled(1))
         ... )
     """
-    inner = sequential() if order is None else check_inner(order)
-    if isinstance(subset, SplitPart):
-        return dataclasses.replace(subset, order=inner)
+    inner = Sequential() if order is None else check_inner(order)
+    if isinstance(subset, Subset) and isinstance(subset.rows, SplitPart):
+        return Subset(subset.rows, inner)
     array = np.asarray(subset)
-    if array.dtype == bool and array.ndim == 1:
-        mask = RowMask.of(array)
-        return Where(mask.n_selected, mask.n_rows, mask.digest, inner, mask)
-    return _where_indices(array, inner)
-
-
-def _where_indices(array: npt.NDArray[Any], order: Order) -> Order:
-    """Return an order of the rows with given indices."""
-    name = "where(subset)"
-    if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-        raise ArgumentError(
-            f"where(subset): got shape {array.shape} of {array.dtype}; expected a mask of shape "
-            "(n_rows,), or distinct row indices of shape (n,), with at least one row"
-        )
-    rows = check_rows(array, 1 << 62, name, copy=array.flags.writeable)
-    ascending = rows if bool((rows[1:] > rows[:-1]).all()) else np.sort(rows)
-    same = np.flatnonzero(ascending[1:] == ascending[:-1])
-    if len(same):
-        raise ArgumentError(
-            f"where(subset): row {ascending[same[0]]} occurs twice; expected distinct rows; give "
-            "np.unique(subset), or give the indices themselves as rows="
-        )
-    digest = hashlib.blake2b(rows.data, digest_size=16).hexdigest()
-    return Where(len(rows), None, digest, order, _Indices(rows, ascending.item(-1)))
-
-
-@dataclass(frozen=True)
-class _Indices:
-    """Row indices of a part of the rows."""
-
-    rows: Rows
-    largest: int
-
-    @property
-    def arrays(self) -> Arrays:
-        """Arrays that represent the part."""
-        return (self.rows,)
-
-    def at(self, numbers: Rows) -> Rows:
-        """Return the row indices of rows of the part."""
-        return self.rows[numbers]
-
-
-@dataclass(frozen=True)
-class Where:
-    """Rows that a mask or row indices select."""
-
-    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
-    n: int
-    """Number of rows of the part."""
-    n_rows: int | None
-    """Number of rows of the mask; None for row indices."""
-    digest: str
-    """Checksum of the mask or of the row indices."""
-    order: Order
-    selection: RowMask | _Indices = field(repr=False, compare=False)
-
-    def length(self, n_rows: int) -> int:
-        self._require(n_rows)
-        return self.order.length(self.n)
-
-    def bind(self, n_rows: int, epoch: int) -> At:
-        self._require(n_rows)
-        return _composed(self.order, self.n, epoch, self.selection.at)
-
-    def windows(self, n_rows: int, epoch: int) -> Windows | None:
-        found = windows(self.order, self.n, epoch)
-        return None if found is None else SelectedWindows(found, self.selection.at)
-
-    @property
-    def most_copies(self) -> int | None:
-        """Most occurrences of a row in an epoch; None if unknown."""
-        return most_copies(self.order)
-
-    @property
-    def kept_arrays(self) -> Arrays:
-        """Arrays that the order keeps."""
-        return (*self.selection.arrays, *kept_arrays(self.order))
-
-    def _require(self, n_rows: int) -> None:
-        selection = self.selection
-        if isinstance(selection, RowMask):
-            if selection.n_rows != n_rows:
-                raise ArgumentError(
-                    f"where(mask) has a mask of {selection.n_rows:,} rows, but is used for "
-                    f"{n_rows:,} rows; expected one element for each row"
-                )
-        elif selection.largest >= n_rows:
-            raise ArgumentError(
-                f"where(indices) has row {selection.largest:,}, but is used for {n_rows:,} rows; "
-                "expected row indices below this number"
-            )
+    is_mask = array.dtype == bool and array.ndim == 1
+    return Subset(RowMask.of(array) if is_mask else RowList.of(array), inner)
 
 
 @overload
@@ -209,12 +125,12 @@ def split(
         >>> shuffled = pinfeed.rows.where(train, pinfeed.rows.shuffled(seed=1))
         >>> feeder = pinfeed.Feeder(np.arange(1000), batch_size=100, rows=shuffled)
     """
-    inner = sequential() if order is None else check_inner(order)
+    inner = Sequential() if order is None else check_inner(order)
     values = list(sizes.values()) if isinstance(sizes, Mapping) else sizes
     checked = _check_sizes(values, sizes)
     seed = check_seed(seed)
     block = whole_number(block_rows, "block_rows")
-    parts = tuple(SplitPart(checked, i, seed, block, inner) for i in range(len(checked)))
+    parts = tuple(Subset(SplitPart(checked, i, seed, block), inner) for i in range(len(checked)))
     return dict(zip(sizes, parts, strict=True)) if isinstance(sizes, Mapping) else parts
 
 
@@ -235,11 +151,195 @@ def _check_sizes(values: Any, given: Any) -> tuple[int | float, ...]:
     return tuple(numbers)
 
 
+class Selection(Protocol):
+    """Some of the rows, numbered from 0 on."""
+
+    @property
+    def arrays(self) -> Arrays:
+        """Arrays that represent the rows."""
+
+    def size(self, n_rows: int) -> int:
+        """Return the number of the selected rows.
+
+        Raises:
+            ArgumentError: If the selection is none of ``n_rows`` rows.
+        """
+
+    def select(self, n_rows: int) -> At:
+        """Return the function from the numbers of selected rows to their row indices."""
+
+
+@dataclass(frozen=True)
+class Subset(DerivedOrder):
+    """Selected rows, in the order of their numbers."""
+
+    rows: Selection
+    order: KnownOrder
+
+    def length(self, n_rows: int) -> int:
+        return self.order.length(self.rows.size(n_rows))
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        numbers_at = self.order.bind(self.rows.size(n_rows), epoch)
+        select = self.rows.select(n_rows)
+        return lambda positions: select(numbers_at(positions))
+
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        found = self.order.windows(self.rows.size(n_rows), epoch)
+        return None if found is None else SelectedWindows(found, self.rows.select(n_rows))
+
+    @property
+    def arrays(self) -> Arrays:
+        return self.rows.arrays
+
+
+@dataclass(frozen=True)
+class RowList:
+    """Distinct rows in any sequence."""
+
+    n: int
+    """Number of rows."""
+    digest: str
+    """Checksum of the row indices."""
+    largest: int = field(repr=False, compare=False)
+    indices: Rows = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> RowList:
+        """Return the rows with given indices.
+
+        Raises:
+            ArgumentError: If they are not integers, or a row occurs twice.
+            RowIndexError: If a row index is negative.
+        """
+        if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+            raise ArgumentError(
+                f"where(subset): got shape {array.shape} of {array.dtype}; expected a mask of "
+                "shape (n_rows,), or distinct row indices of shape (n,), with at least one row"
+            )
+        rows = check_rows(array, 1 << 62, "where(subset)", copy=array.flags.writeable)
+        ascending = rows if bool((rows[1:] > rows[:-1]).all()) else np.sort(rows)
+        same = np.flatnonzero(ascending[1:] == ascending[:-1])
+        if len(same):
+            raise ArgumentError(
+                f"where(subset): row {ascending[same[0]]} occurs twice; expected distinct rows; "
+                "give np.unique(subset), or give the indices themselves as rows="
+            )
+        digest = hashlib.blake2b(rows.data, digest_size=16).hexdigest()
+        return cls(len(rows), digest, ascending.item(-1), rows)
+
+    @property
+    def arrays(self) -> Arrays:
+        return (self.indices,)
+
+    def size(self, n_rows: int) -> int:
+        if self.largest >= n_rows:
+            raise ArgumentError(
+                f"where(indices) has row {self.largest:,}, but is used for {n_rows:,} rows; "
+                "expected row indices below this number"
+            )
+        return self.n
+
+    def select(self, n_rows: int) -> At:
+        return self.indices.__getitem__
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """Rows that a mask selects, as one bit for each row; they are numbered in ascending order."""
+
+    n_rows: int
+    """Number of all rows."""
+    n_selected: int
+    """Number of rows of the part."""
+    digest: str
+    """Checksum of the mask."""
+    chunks: npt.NDArray[np.uint8] = field(repr=False, compare=False)
+    """A bit for each row, shape (n_chunks, 16)."""
+    before: Rows = field(repr=False, compare=False)
+    """Number of selected rows before each chunk, shape (n_chunks,)."""
+
+    @classmethod
+    def of(cls, mask: npt.NDArray[np.bool_]) -> RowMask:
+        """Copy a mask of shape (n_rows,), which may be larger than memory.
+
+        Raises:
+            ArgumentError: If it selects no rows.
+        """
+        n_rows = len(mask)
+        n_chunks = -(-n_rows // (8 * _CHUNK))
+        bits = np.zeros(n_chunks * _CHUNK, np.uint8)
+        for begin in range(0, n_rows, _PACKED_ROWS):
+            packed = np.packbits(mask[begin : begin + _PACKED_ROWS], bitorder="little")
+            bits[begin // 8 : begin // 8 + len(packed)] = packed
+        chunks = bits.reshape(n_chunks, _CHUNK)
+        step = _PACKED_ROWS // (8 * _CHUNK)
+        counts = np.zeros(n_chunks + 1, np.int64)
+        for begin in range(0, n_chunks, step):
+            found = _N_BITS[chunks[begin : begin + step]].sum(axis=1)
+            counts[begin + 1 : begin + 1 + len(found)] = found
+        np.cumsum(counts, out=counts)
+        if not counts[-1]:
+            raise ArgumentError(
+                f"where(mask): the mask of {n_rows:,} rows selects no row; expected at least one "
+                "element that is True"
+            )
+        digest = hashlib.blake2b(bits.data, digest_size=16).hexdigest()
+        return cls(n_rows, counts.item(-1), digest, chunks, counts[:-1])
+
+    @property
+    def arrays(self) -> Arrays:
+        return self.chunks, self.before
+
+    def size(self, n_rows: int) -> int:
+        if n_rows != self.n_rows:
+            raise ArgumentError(
+                f"where(mask) has a mask of {self.n_rows:,} rows, but is used for {n_rows:,} rows; "
+                "expected one element for each row"
+            )
+        return self.n_selected
+
+    def select(self, n_rows: int) -> At:
+        return self._rows_at
+
+    def _rows_at(self, numbers: Rows) -> Rows:
+        """Return the row indices of rows of the part."""
+        order = None
+        if (numbers[1:] < numbers[:-1]).any():
+            # Memory is read in ascending order, which takes half the time of random order.
+            numbers, order = sort_rows(numbers)
+        rows = np.empty(len(numbers), np.int64)
+        for begin in range(0, len(numbers), _STEP):
+            here = slice(begin, begin + _STEP)
+            rows[here if order is None else order[here]] = self._find(numbers[here])
+        return rows
+
+    def _find(self, numbers: Rows) -> Rows:
+        """Return the row indices of ascending rows of the part."""
+        first, last = (self.before.searchsorted(numbers[[0, -1]], side="right") - 1).tolist()
+        if 8 * _CHUNK * (last + 1 - first) <= _SCANNED_BITS * len(numbers):
+            # The rows of a sequential order, or of blocks, are close together.
+            bits = np.unpackbits(self.chunks[first : last + 1], bitorder="little").view(np.bool_)
+            close: Rows = bits.nonzero()[0][numbers - self.before[first]]
+            close += first * 8 * _CHUNK
+            return close
+        chunk = self.before.searchsorted(numbers, side="right") - 1
+        left = numbers - self.before[chunk]
+        found = self.chunks[chunk]
+        # Selected rows up to the end of each byte; at most 128.
+        ends = np.cumsum(_N_BITS[found], axis=1, dtype=np.uint16)
+        byte = (ends <= left[:, None]).sum(axis=1)
+        value = np.take_along_axis(found, byte[:, None], axis=1)[:, 0]
+        last = np.take_along_axis(ends, byte[:, None], axis=1)[:, 0].astype(np.int64)
+        bit = _BIT_AT[value, left - (last - _N_BITS[value])]
+        rows: Rows = (chunk * _CHUNK + byte) * 8 + bit
+        return rows
+
+
 @dataclass(frozen=True)
 class SplitPart:
-    """One part of a random split."""
+    """One part of a random split: an interval of a random permutation of the blocks of rows."""
 
-    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
     sizes: tuple[int | float, ...]
     """Sizes of all parts: fractions, or numbers of rows."""
     number: int
@@ -247,20 +347,15 @@ class SplitPart:
     seed: int
     block_rows: int
     """Number of consecutive rows that stay together."""
-    order: Order
 
-    def length(self, n_rows: int) -> int:
-        return self.order.length(self._n_rows(n_rows))
+    arrays = ()
 
-    def bind(self, n_rows: int, epoch: int) -> At:
-        return _composed(self.order, self._n_rows(n_rows), epoch, self._select(n_rows))
+    def size(self, n_rows: int) -> int:
+        first, last = self._bounds(n_rows)
+        rest = n_rows % self.block_rows if self.number == len(self.sizes) - 1 else 0
+        return (last - first) * self.block_rows + rest
 
-    def windows(self, n_rows: int, epoch: int) -> Windows | None:
-        found = windows(self.order, self._n_rows(n_rows), epoch)
-        return None if found is None else SelectedWindows(found, self._select(n_rows))
-
-    def _select(self, n_rows: int) -> At:
-        """Return the function from numbers of rows of the part to row indices."""
+    def select(self, n_rows: int) -> At:
         block = self.block_rows
         n_blocks = n_rows // block
         first, _ = self._bounds(n_rows)
@@ -278,22 +373,6 @@ class SplitPart:
             return index * block + offset
 
         return select
-
-    @property
-    def most_copies(self) -> int | None:
-        """Most occurrences of a row in an epoch; None if unknown."""
-        return most_copies(self.order)
-
-    @property
-    def kept_arrays(self) -> Arrays:
-        """Arrays that the order keeps."""
-        return kept_arrays(self.order)
-
-    def _n_rows(self, n_rows: int) -> int:
-        """Return the number of rows of the part."""
-        first, last = self._bounds(n_rows)
-        rest = n_rows % self.block_rows if self.number == len(self.sizes) - 1 else 0
-        return (last - first) * self.block_rows + rest
 
     def _bounds(self, n_rows: int) -> tuple[int, int]:
         """Return the first block of the part in the permutation, and the block after the last."""
@@ -316,10 +395,28 @@ def _exact(size: int | float) -> int | Fraction:
     return size if isinstance(size, int) else Fraction(repr(size))
 
 
-def _composed(order: Order, n: int, epoch: int, select: At) -> At:
-    """Return the rows that ``select`` returns for the numbers of an order of ``n`` rows."""
-    inner = order.bind(n, epoch)
-    if is_distinct(order):
-        return lambda positions: select(inner(positions))
-    name = f"order={order!r}"
-    return lambda positions: select(check_rows(inner(positions), n, name))
+@dataclass(frozen=True)
+class SelectedWindows(WrappedWindows):
+    """Windows of a part of the rows, made of windows of the numbers of its rows."""
+
+    n_blocks = 0
+
+    select: At
+    """Returns the row indices of rows of the part."""
+
+    @functools.cached_property
+    def block_rows(self) -> int:
+        return usual_run(self)
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for begin, end, runs in self.windows.needed(start, stop):
+            numbers = np.concatenate([np.arange(*run) for run in runs])
+            yield Window(begin, end, _runs_of(np.sort(self.select(numbers))))
+
+
+def _runs_of(rows: Rows) -> list[Interval]:
+    """Return ascending rows as runs [start, stop)."""
+    ends = np.flatnonzero(rows[1:] != rows[:-1] + 1)
+    starts = rows[np.concatenate(([0], ends + 1))]
+    stops = rows[np.concatenate((ends, [len(rows) - 1]))] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))

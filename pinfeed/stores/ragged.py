@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.rows.length_batches import RowLengths
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
+from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pinfeed
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.replay_draws import SumTree
+from pinfeed.feeders.replay_draws import SumTree
 
 
 class PlainTree:

@@ -17,7 +17,7 @@ from support.internals import mover_of, runner_of
 
 from pinfeed import ArgumentError, ArrayStore, Feeder, NpyStore, Ranks, rows, wrap_readers
 from pinfeed.memory.proc_maps import file_key, written_maps
-from pinfeed.rows.orders import is_repeatable
+from pinfeed.rows.orders import known
 from pinfeed.testing import SimDevice, favour, lazy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -188,9 +188,9 @@ def test_an_own_order_is_not_repeatable() -> None:
     class Own(type(rows.shuffled())):  # type: ignore[misc]
         pass
 
-    assert is_repeatable(rows.per_rank(rows.drawn(3), rank=0, world_size=2))
-    assert not is_repeatable(Own(0))
-    assert not is_repeatable([1, 2])
+    assert known(rows.per_rank(rows.drawn(3), rank=0, world_size=2)).is_repeatable
+    assert not known(Own(0)).is_repeatable
+    assert not known([1, 2]).is_repeatable
 
 
 @pytest.mark.parametrize(

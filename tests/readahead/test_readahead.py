@@ -28,8 +28,7 @@ from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
 from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Order
-from pinfeed.rows.orders import windows as windows_of
+from pinfeed.rows.orders import Order, known
 from pinfeed.stores import page_cache as disk_page_cache
 from pinfeed.stores.host_rows import StoreRows
 
@@ -106,7 +105,7 @@ def strategies(store: NpyStore, order: Order) -> Iterator[ReadStrategy]:
     yield InMemoryCopy(store)
     yield MappedFile(store, in_sequence=order == rows.sequential())
     yield PageCacheReadahead(store)
-    windows = windows_of(order, N, 0)
+    windows = known(order).windows(N, 0)
     if windows is not None:
         yield WindowReadahead(store, windows, 1000)
 
@@ -133,7 +132,7 @@ def test_every_strategy_gives_the_rows(
 
 
 def test_no_window_stays_in_memory_after_an_epoch(store: NpyStore) -> None:
-    windows = windows_of(BLOCKS, N, 0)
+    windows = known(BLOCKS).windows(N, 0)
     assert windows is not None
     strategy = WindowReadahead(store, windows, 1000)
     for _ in served(strategy, BLOCKS, batch_size=100):
@@ -185,7 +184,7 @@ def test_the_last_batches_keep_their_window_at_the_datas_end(
     """With several readers, one finds the end while others still wait for rows."""
     monkeypatch.setattr(window_readahead, "_N_THREADS", 1)
     windows, numbers = (
-        windows_of(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0),
+        known(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20)).windows(N, 0),
         np.arange(N),
     )
     assert windows is not None
@@ -252,7 +251,7 @@ def test_an_error_in_a_window_is_raised_with_its_batch(path: Path, array: np.nda
             super().gather(numbers, out)
 
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
-    windows = windows_of(order, N, 0)
+    windows = known(order).windows(N, 0)
     assert windows is not None
     bad = 0
     for window in windows.needed(0, N):
@@ -431,7 +430,7 @@ def test_the_plan_counts_windows(path: Path) -> None:
 
 def test_a_part_of_rows_on_windows(store: NpyStore, array: np.ndarray) -> None:
     order = ORDERS[2]
-    windows = windows_of(order, N, 0)
+    windows = known(order).windows(N, 0)
     assert windows is not None
     numbers = order.bind(N, 0)(np.arange(2000))
     strategy = WindowReadahead(store, windows, 3000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pinfeed import ArgumentError, Feeder, HDF5Store, Ranks, concat, rows
 from pinfeed.readahead import select
-from pinfeed.rows.orders import windows
+from pinfeed.rows.orders import known
 
 h5py = pytest.importorskip("h5py")
 
@@ -39,7 +39,7 @@ def test_each_window_has_the_rows_of_its_chunks(
     some = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=9)), np.int64)
     np.testing.assert_array_equal(at(some), found[some])
     bounds = np.cumsum([0, *sizes])
-    made = windows(order, n, epoch)
+    made = known(order).windows(n, epoch)
     assert made is not None
     of_epoch = list(made.needed(0, n))
     assert [one.begin for one in of_epoch[1:]] == [one.end for one in of_epoch[:-1]]

@@ -16,7 +16,6 @@ from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.rows import block_shuffled, drawn, mixed, per_rank, sequential, shuffled, where
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.interleaving import EvenTurns
-from pinfeed.rows.orders import is_distinct, most_copies
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
 
@@ -103,7 +102,7 @@ def test_a_mixture_equals_rows_drawn_one_by_one(data: st.DataObject) -> None:
         for begin in range(0, len(found), 7):
             part = found[begin : begin + 7]
             assert np.array_equal(at(np.arange(begin, begin + len(part))), part)
-        copies = most_copies(order)
+        copies = order.most_copies
         if copies is not None and len(found):
             assert np.bincount(found).max() <= copies
 
@@ -127,7 +126,7 @@ def test_first_ends_before_a_row_would_repeat(randomly: bool) -> None:
     order = mixed({"a": 9000, "b": 5000}, {"a": 1, "b": 1}, randomly=randomly)
     rows = whole(order, 14_000, 1)
     assert len(np.unique(rows)) == len(rows) in (9999, 10_000, 10_001)
-    assert is_distinct(order)
+    assert order.most_copies == 1
 
 
 @pytest.mark.parametrize("run", [1, 3])
@@ -273,7 +272,7 @@ def test_parts_may_be_orders_of_subsets() -> None:
     assert len(np.unique(rows)) == len(rows)
     assert (of_a % 3 == 0).all()
     assert len(of_a) == 34
-    assert is_distinct(order)
+    assert order.most_copies == 1
 
 
 ORDERS = {
@@ -341,7 +340,7 @@ def test_a_subclass_of_an_order_may_repeat_rows() -> None:
             return 2 * n_rows
 
     order = mixed({"a": 5}, order=Twice())
-    assert most_copies(order) is None
+    assert order.most_copies is None
     with pytest.raises(RowIndexError, match="out of range"):
         whole(order, 5)
 

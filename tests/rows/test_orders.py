@@ -13,11 +13,12 @@ from torch.utils.data import (
     DistributedSampler,
 )
 
-from pinfeed.errors import ArgumentError
+from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.pipeline.loop_memory import index_allocations
-from pinfeed.rows import orders
+from pinfeed.rows import block_shuffled, per_rank, sequential, shuffled, where
+from pinfeed.rows import drawn as drawn_rows
 from pinfeed.rows.batches import ORDER_BYTES, OrderBatches
-from pinfeed.rows.orders import Order, block_shuffled, per_rank, sequential, shuffled
+from pinfeed.rows.orders import Order, known
 
 
 # -- orders ----------------------------------------------------------------------------------------
@@ -125,6 +126,33 @@ def test_equal_arguments_are_equal_orders() -> None:
     assert shuffled(4) != shuffled(5)
 
 
+def test_a_share_has_a_row_twice_only_if_it_is_padded() -> None:
+    for drop_last, most in ((True, 1), (False, 2)):
+        share = per_rank(shuffled(1), rank=1, world_size=3, drop_last=drop_last)
+        assert known(share).most_copies == most
+        assert all(np.bincount(whole(share, n)).max(initial=0) <= most for n in range(3, 20))
+    assert known(per_rank(drawn_rows(9), rank=0, world_size=3)).most_copies is None
+
+
+def test_a_user_cannot_change_rows_that_were_checked() -> None:
+    class Own:
+        rows = np.arange(4)
+
+        def length(self, n_rows: int) -> int:
+            return n_rows
+
+        def bind(self, n_rows: int, epoch: int) -> Any:
+            return lambda positions: self.rows[positions[0] : positions[-1] + 1]
+
+    own = Own()
+    found = whole(known(own), 4)
+    own.rows[:] = 99
+    assert found.tolist() == [0, 1, 2, 3]
+    assert known(known(own)) == known(own)
+    with pytest.raises(RowIndexError, match=r"order=.*Own.*row 99 is out of range"):
+        whole(where([3, 1], own), 9)
+
+
 def test_sequential_is_sequential() -> None:
     assert whole(sequential(), 5, 7).tolist() == [0, 1, 2, 3, 4]
 
@@ -159,9 +187,9 @@ GOLDEN: list[tuple[Order, int, int, list[int]]] = [
         [368027833, 757302822, 23596777, 470772946, 57305782, 752408403],
     ),
     (per_rank(shuffled(0), rank=1, world_size=4), 10, 0, [4, 4, 2, 2, 3, 3]),
-    (orders.drawn(10), 10, 0, [0, 4, 3, 1, 3, 3]),
+    (drawn_rows(10), 10, 0, [0, 4, 3, 1, 3, 3]),
     (
-        orders.drawn(10**9, 5),
+        drawn_rows(10**9, 5),
         10**12,
         2,
         [653793887958, 978561207266, 110127313186, 297966495147, 996947359457, 882820009141],
@@ -219,7 +247,7 @@ def test_seeds_and_blocks_are_integers() -> None:
         block_shuffled(1, block_rows=160, window_blocks=400),
         block_shuffled(1, block_rows=10**6),
         per_rank(block_shuffled(1, block_rows=160, window_blocks=400), rank=0, world_size=2),
-        orders.drawn(10**7, 1),
+        drawn_rows(10**7, 1),
     ],
     ids=repr,
 )

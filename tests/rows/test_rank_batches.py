@@ -25,7 +25,7 @@ from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.readahead.resident_file import MappedFile
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import DirectReads, FreeMemory
-from pinfeed.rows import orders
+from pinfeed.rows.blocks import BlockShuffled
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches
 
@@ -110,7 +110,7 @@ def test_ranks_share_an_epoch(
         assert again == Counter(np.resize(whole(order, n, epoch), again.total()).tolist()), (
             "the first rows of the order are repeated"
         )
-    if split or not isinstance(order, orders.BlockShuffled):
+    if split or not isinstance(order, BlockShuffled):
         together, one = steps(batches), whole(order, n, epoch)
         for k, batch in enumerate(together[: n // global_size]):
             assert batch == one[k * global_size : (k + 1) * global_size], (

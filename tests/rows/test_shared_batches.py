@@ -232,6 +232,18 @@ def test_a_resumed_epoch_is_planned_from_its_mark_on(
     assert min(order.asked) == sum(map(len, first_units))
 
 
+@pytest.mark.parametrize("window", [None, 16])
+def test_ranks_continue_an_epoch_of_a_process_without_ranks(window: int | None) -> None:
+    with Feeder(np.arange(83), rows=batches_of(window=window), device="cpu") as feeder:
+        found = [batch.tolist() for batch in itertools.islice(feeder, 4)]
+        state = feeder.state_dict()
+    for rank in range(3):
+        with make(rank, 3, window=window) as feeder:
+            feeder.load_state_dict(state)
+            found += [batch.tolist() for batch in feeder]
+    assert sorted(found) == sorted(batch.tolist() for batch in batches_of(window=window))
+
+
 def test_a_complete_epoch_is_not_continued() -> None:
     n = batches_of(window=16).count(0)
     for uneven in ("pad", "join"):

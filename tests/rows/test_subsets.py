@@ -13,7 +13,7 @@ from support.row_batches import rows_of, whole
 from pinfeed.errors import ArgumentError, PinfeedError
 from pinfeed.rows import block_shuffled, drawn, per_rank, sequential, shuffled, split, where
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Order, is_distinct, most_copies
+from pinfeed.rows.orders import Order, known
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
 
@@ -50,8 +50,8 @@ def test_any_positions_of_a_mask_have_their_rows(share: float, data: st.DataObje
 def test_where_keeps_the_sequence_of_row_indices() -> None:
     rows = np.random.default_rng(0).permutation(1000)[:100]
     assert np.array_equal(whole(where(rows), 1000), rows)
-    assert is_distinct(where(rows))
-    assert most_copies(where(rows, drawn(30))) is None
+    assert known(where(rows)).most_copies == 1
+    assert known(where(rows, drawn(30))).most_copies is None
 
 
 def test_later_changes_of_a_mask_have_no_effect() -> None:
@@ -68,7 +68,7 @@ def test_later_changes_of_a_mask_have_no_effect() -> None:
 def test_a_map_of_row_indices_is_not_copied(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(0, 1000, 7))
     order: Any = where(np.load(tmp_path / "rows.npy", mmap_mode="r"), shuffled(1))
-    assert isinstance(order.selection.rows.base, np.memmap)
+    assert isinstance(order.rows.indices.base, np.memmap)
     assert np.array_equal(np.sort(whole(order, 1000)), np.arange(0, 1000, 7))
 
 
@@ -87,7 +87,7 @@ def test_a_large_mask_takes_less_than_two_bits_per_row() -> None:
     mask = np.zeros(n, bool)
     mask[:: 1 << 10] = True
     order: Any = where(mask, shuffled(1))
-    kept = order.selection
+    kept = order.rows
     assert kept.chunks.nbytes + kept.before.nbytes < n * 2 / 8
     rows = order.bind(n, 0)(np.arange(1 << 14))
     assert np.array_equal(np.sort(rows), np.arange(0, n, 1 << 10))
@@ -108,7 +108,7 @@ def test_a_split_has_every_row_in_one_part(n: int, sizes: Any, block_rows: int, 
         assert np.array_equal(whole(part, n, 5), rows)
         shuffle = whole(where(part, shuffled(1)), n, 5)
         assert np.array_equal(np.sort(shuffle), np.sort(rows))
-        assert is_distinct(part)
+        assert known(part).most_copies == 1
 
 
 def test_a_split_by_blocks_keeps_blocks_together() -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import rows
-from pinfeed.rows.length_batches import most_in_blocks
-from pinfeed.rows.orders import Order, PerRank, per_rank, windows
+from pinfeed.rows.orders import Order, known
 from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.ranks import Ranks, StridedSlice, positions_of
-from pinfeed.rows.windows import SharedWindows, Windows
+from pinfeed.rows.ranks import PerRank, Ranks, SharedWindows, StridedSlice, per_rank, positions_of
+from pinfeed.rows.row_lengths import most_in_blocks
+from pinfeed.rows.windows import Windows
 
 Draw = Callable[..., int]
 
@@ -116,10 +117,10 @@ def test_the_windows_of_positions_have_their_rows(kind: str, data: st.DataObject
     n_rows = draw(4, 300)
     order = share(KINDS[kind](draw, n_rows), draw, n_rows)
     epoch = draw(0, 3)
-    found = windows(order, n_rows, epoch)
+    found = known(order).windows(n_rows, epoch)
     n = order.length(n_rows)
     # Memory for the windows of all epochs is planned with those of the first one.
-    usual = windows(order, n_rows, 0)
+    usual = known(order).windows(n_rows, 0)
     assert found is not None
     assert usual is not None
     start = draw(0, n)
@@ -169,14 +170,32 @@ def test_a_mixture_has_windows_of_its_sources(data: st.DataObject) -> None:
     n_rows = draw(4, 300)
     order = mixed(draw, n_rows)
     epoch = draw(0, 3)
-    found = windows(order, n_rows, epoch)
+    found = known(order).windows(n_rows, epoch)
     assert found is not None
-    names = [i for i, one in enumerate(order.orders) if windows(one, order.sizes[i], 0)]
+    names = [i for i, one in enumerate(order.orders) if known(one).windows(order.sizes[i], 0)]
     n = order.length(n_rows)
     numbers = order.bind(n_rows, epoch)(np.arange(n))
     sources = order.source_of(numbers)
     for i in itertools.islice(np.flatnonzero(np.isin(sources, names)).tolist(), 200):
         assert numbers[i] in needed_rows(found, i)
+
+
+@pytest.mark.parametrize("until", [4, 30, "all"])
+def test_a_mixture_of_mixtures_has_the_windows_of_every_pass(until: Any) -> None:
+    inner_orders = {
+        "a": rows.block_shuffled(1, block_rows=2, window_blocks=2),
+        "b": rows.shuffled(2),
+    }
+    inner = rows.mixed({"b": 20, "a": 20}, order=inner_orders, until=until)
+    order = rows.mixed({"x": 40, "y": 90}, order={"x": inner, "y": rows.shuffled(3)}, until="all")
+    for epoch in range(3):
+        found = order.windows(130, epoch)
+        assert found is not None
+        numbers = order.bind(130, epoch)(np.arange(order.length(130)))
+        places = np.flatnonzero((numbers >= 20) & (numbers < 40))
+        assert len(places)
+        for i in places.tolist():
+            assert numbers[i] in needed_rows(found, i)
 
 
 def scarce_source(window_blocks: int) -> tuple[Order, int]:
@@ -192,7 +211,7 @@ def scarce_source(window_blocks: int) -> tuple[Order, int]:
 @pytest.mark.parametrize("window_blocks", [2, 4], ids=["part", "whole"])
 def test_a_share_needs_each_window_once(window_blocks: int) -> None:
     order, n_rows = scarce_source(window_blocks)
-    found = windows(order, n_rows, 0)
+    found = known(order).windows(n_rows, 0)
     assert found is not None
     epoch = order.bind(n_rows, 0)(np.arange(order.length(n_rows)))
     places = np.flatnonzero(epoch >= 2000)
@@ -210,7 +229,7 @@ def test_a_share_needs_each_window_once(window_blocks: int) -> None:
 def test_ranks_skip_the_windows_of_other_ranks() -> None:
     order = rows.block_shuffled(7, block_rows=1, window_blocks=2)
     batches = RankBatches(order, Ranks(split_batches=True), 1, 4, False, 40, 400)
-    found = windows(batches.rows(), 400, 0)
+    found = known(batches.rows()).windows(400, 0)
     assert found is not None
     # Each of ten batches has ten consecutive positions, in five windows.
     assert len(list(found.needed(0, 100))) == 50
@@ -226,14 +245,14 @@ def test_orders_without_windows() -> None:
         rows.bucketed(np.arange(10), batch_size=2),
         rows.where(np.arange(4), shuffled),
     ):
-        assert windows(order, 10, 0) is None
+        assert known(order).windows(10, 0) is None
 
 
 def test_ranks_read_a_window_once_however_many_batches_lie_on_it() -> None:
     order = rows.block_shuffled(7, block_rows=5, window_blocks=3)
     for rank in range(3):
         batches = RankBatches(order, Ranks(split_batches=True), rank, 3, False, 6, 100)
-        found = windows(batches.rows(), 100, 0)
+        found = known(batches.rows()).windows(100, 0)
         assert found is not None
         runs = [tuple(window.runs) for window in found.needed(0, 1000)]
         # Padding repeats the rows of the first window.

@@ -28,7 +28,7 @@ from pinfeed import (
 )
 from pinfeed.readahead import select
 from pinfeed.readahead.window_reads import ItemWindows
-from pinfeed.rows.orders import windows
+from pinfeed.rows.orders import known
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
@@ -286,7 +286,7 @@ def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.D
             views.append(store.windows(1, step=step, span=span, **given))
         n_rows = views[0].n_rows
         order = rows.block_shuffled(1, block_rows=draw(1, 9), window_blocks=draw(1, 3))
-        of_rows = windows(order, n_rows, 0)
+        of_rows = known(order).windows(n_rows, 0)
         assert of_rows is not None
         of_items = ItemWindows(of_rows, tuple(views))
         pairs = zip(of_rows.needed(0, n_rows), of_items.needed(0, n_rows), strict=True)
@@ -306,7 +306,7 @@ def test_shuffle_windows_of_distant_inputs_and_targets(tmp_path: Path) -> None:
             store.windows(0, length=1, start=2000, span=2001),
         )
         order = rows.block_shuffled(1, block_rows=50, window_blocks=4)
-        of_rows = windows(order, views[0].n_rows, 0)
+        of_rows = known(order).windows(views[0].n_rows, 0)
         assert of_rows is not None
         alone = [ItemWindows(of_rows, (view,)).window_rows for view in views]
         assert ItemWindows(of_rows, views).window_rows == sum(alone) < 1000

@@ -22,8 +22,7 @@ from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import ChunkReads, FreeMemory
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Order
-from pinfeed.rows.orders import windows as windows_of
+from pinfeed.rows.orders import Order, known
 from pinfeed.stores import chunked
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, KeptChunks, even_bounds
 from pinfeed.testing.suites import ReadOnlyStoreTests
@@ -264,7 +263,7 @@ def test_a_window_decodes_each_chunk_once(store: Decoding, monkeypatch: pytest.M
     monkeypatch.setattr(chunked, "_MAX_KEPT", 1)
     store._init_process_state()
     for epoch in range(3):
-        windows = windows_of(BLOCKS, N, epoch)
+        windows = known(BLOCKS).windows(N, epoch)
         assert windows is not None
         expected: Counter[int] = Counter()
         for window in windows.needed(0, N):
@@ -389,7 +388,7 @@ def test_a_file_leaves_memory_to_the_next_ones(store: Decoding, n_copies: int) -
 
 
 def blocks() -> Any:
-    found = windows_of(BLOCKS, N, 0)
+    found = known(BLOCKS).windows(N, 0)
     assert found is not None
     return found
 

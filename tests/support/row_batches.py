@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.rows import orders
+from pinfeed.rows import block_shuffled, per_rank, sequential, shuffled
+from pinfeed.rows import drawn as drawn_rows
 from pinfeed.rows.batches import RowBatches, RowIndices
-from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled
+from pinfeed.rows.orders import Order, Rows
 
 
 def drawn(draws: Iterator[RowIndices]) -> Iterator[tuple[Rows, int]]:
@@ -29,8 +30,8 @@ ORDERS: list[Order] = [
     per_rank(shuffled(3), rank=2, world_size=3, drop_last=True),
     per_rank(block_shuffled(3, block_rows=7, window_blocks=3), rank=2, world_size=3),
     per_rank(per_rank(shuffled(3), rank=1, world_size=2), rank=0, world_size=2),
-    orders.drawn(50, 3),
-    per_rank(orders.drawn(50, 3), rank=2, world_size=3),
+    drawn_rows(50, 3),
+    per_rank(drawn_rows(50, 3), rank=2, world_size=3),
 ]
 
 
