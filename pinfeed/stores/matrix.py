@@ -96,6 +96,8 @@ class MatrixStore(FileStore):
                 [40.0000,     nan]])
     """
 
+    loaded = "converted"
+
     @explain_arguments({})
     def __init__(
         self,

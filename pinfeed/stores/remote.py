@@ -90,6 +90,7 @@ class RemoteStore(ShardedStore):
         ...     n_batches = len(list(feeder))
     """
 
+    reads_in_bulk = True
     resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
     """Memory for answers, for the parts that a client joins into answers, and for sorting rows."""
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_gather_slots",)

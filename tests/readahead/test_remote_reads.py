@@ -7,7 +7,7 @@ import pytest
 from support.remote_files import Shaky, fresh_file_systems, put
 
 from pinfeed import Config, Feeder, rows
-from pinfeed.readahead import resident_file, select
+from pinfeed.readahead import buffers, resident_file
 
 ARRAY = np.arange(4000 * 256, dtype=np.int32).reshape(4000, 256)
 
@@ -36,7 +36,7 @@ def test_rows_in_sequence_are_read_ahead_in_windows(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A window has 650 rows, so most batches of 100 rows end within a window, and some do not.
-    monkeypatch.setattr(select, "_REMOTE_WINDOW_BYTES", 650 << 10)
+    monkeypatch.setattr(buffers, "_SEQUENCE_BYTES", 650 << 10)
     # The requests of a single epoch are counted.
     options = {"batch_size": 100, "depth": depth, "continuous": False}
     with Feeder("shaky://x.npy", device="cpu", **options) as feeder:
