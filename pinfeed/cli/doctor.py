@@ -78,7 +78,7 @@ def _machine_text(host: dict[str, Any], gpu: dict[str, Any]) -> str:
         device = f"{gpu['name']}{several}, {human(gpu['total'])}, {human(gpu['free'])} free"
     packages = host["packages"]
     found = [f"{package_of(extra)} {version}" for extra, version in packages.items() if version]
-    missing = [extra for extra, version in packages.items() if not version]
+    missing = [package_of(extra) for extra, version in packages.items() if not version]
     why = host["compiled_problem"]
     limits = [
         ("", f"{one['name']}: {human(one['total'])}, {human(max(0, one['free']))} free")

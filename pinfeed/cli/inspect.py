@@ -6,23 +6,14 @@ import glob
 import os
 from collections.abc import Sequence
 
-from pinfeed.cli.kinds import kind_of, split_name
-from pinfeed.cli.parts import Part, parts_of, source_of
+from pinfeed.cli.parts import parts_of, source_of, split_name
 from pinfeed.cli.report import Report, in_words, table
 from pinfeed.errors import PinfeedError, StoreError
 from pinfeed.memory.units import human
+from pinfeed.stores.formats import FORMATS, Part, format_of
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.safe_repr import wrapped
 
-_CALLS = {
-    "npy": "NpyStore(path) or the path itself reads a .npy file",
-    "safetensors": "NpyStore.safetensors(path, name) reads a tensor",
-    "hdf5": "HDF5Store(path, name) reads a dataset",
-    "zarr": "ZarrStore(path, name) reads an array",
-    "parquet": "ParquetStore(path, name) reads a column, and columns=[...] a matrix of several",
-    "sparse": "SparseStore(path, name) reads a sparse matrix",
-    "remote": "RemoteStore(url) reads a remote file",
-}
 # Sources and problems that are listed for people.
 _SHOWN = 40
 _SHOWN_PROBLEMS = 8
@@ -53,7 +44,7 @@ def _found(name: str) -> tuple[list[Part], list[str]]:
     if has_protocol(name):
         return [source_of([name])], []
     path, inner = split_name(name)
-    if kind_of(path) != "folder" or inner is not None:
+    if inner is not None or format_of(path) is not None:
         return parts_of(path, inner), []
     names = sorted(os.listdir(path))
     if any(len(name) == 8 and name.isdigit() for name in names):
@@ -65,12 +56,12 @@ def _found(name: str) -> tuple[list[Part], list[str]]:
     errors = []
     for file in (os.path.join(path, name) for name in names):
         try:
-            kind = kind_of(file)
+            kind = format_of(file)
         except StoreError as error:
             parts.append(Part(file, "other", problem=str(error)))
             continue
         try:
-            parts += parts_of(file) if kind != "folder" else []
+            parts += parts_of(file) if kind is not None else []
         except (PinfeedError, OSError) as error:
             errors.append(in_words(error))
     if not parts and not errors:
@@ -97,8 +88,8 @@ def _text(parts: Sequence[Part]) -> str:
         )
         + _more(len(sources), _SHOWN)
     ]
-    calls = [_CALLS[kind] for kind in _CALLS if any(part.kind == kind for part in sources)]
-    texts.append("\n".join(f"{call}." for call in calls))
+    kinds = dict.fromkeys(part.kind for part in sources)
+    texts.append("\n".join(f"{FORMATS[kind].usage}." for kind in kinds))
     if problems:
         lines = [wrapped(f"- {one}", rest="  ") for one in problems[:_SHOWN_PROBLEMS]]
         title = "Not sources" + " (pinfeed inspect FILE:NAME says what to do)" * (len(parts) > 1)

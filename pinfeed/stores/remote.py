@@ -32,6 +32,7 @@ from pinfeed.stores.byte_ranges import (
     version_of,
     windows_of,
 )
+from pinfeed.stores.formats import FileFormat, register
 from pinfeed.stores.libraries import imported
 from pinfeed.stores.npy_header import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
@@ -183,6 +184,16 @@ class RemoteStore(ShardedStore):
         return dict(answers_of(files, ask, self._attempts)) if files else {}
 
 
+@register
+class RemoteFormat(FileFormat):
+    """Remote .npy files, which are recognized by their URLs."""
+
+    kind = "remote"
+    usage = "RemoteStore(url) reads a remote file"
+    store = RemoteStore
+    requirement = "fsspec>=2024.2"
+
+
 def _urls(path: str | Sequence[str]) -> list[str]:
     if isinstance(path, (str, os.PathLike)):
         return [path]
@@ -276,7 +287,7 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
             f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib "
             "removes a slash); for local files, use NpyStore"
         )
-    fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('remote')}")
+    fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('fsspec')}")
     try:
         return RemoteFile(url, *fsspec.url_to_fs(url, **options))
     except TypeError as error:
