@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.parts import source_of
+from pinfeed.cli.inspect import source_of
 from pinfeed.cli.report import Report
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.feeder import Feeder

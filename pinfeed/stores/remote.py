@@ -23,14 +23,14 @@ from pinfeed.errors import (
 )
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.byte_ranges import (
+    GROUP_BYTES,
     RANGE_BYTES,
-    WINDOW_BYTES,
     ByteRange,
     RemoteFile,
     fetch,
+    groups_of,
     ranges_of,
     version_of,
-    windows_of,
 )
 from pinfeed.stores.formats import FileFormat, register
 from pinfeed.stores.libraries import imported
@@ -92,7 +92,7 @@ class RemoteStore(ShardedStore):
     """
 
     reads_in_bulk = True
-    resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
+    resident_bytes = _MAX_GATHERS * (GROUP_BYTES + 4 * RANGE_BYTES)
     """Memory for answers, for the parts that a client joins into answers, and for sorting rows."""
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_gather_slots",)
 
@@ -126,16 +126,16 @@ class RemoteStore(ShardedStore):
         self._require_open()
         target = as_bytes(out)
         for piece in runs.merged().pieces(_MAX_SORTED_ROWS):
-            for window in windows_of(self._ranges(piece)):
+            for group in groups_of(self._ranges(piece)):
                 with self._gather_slots:
-                    self._fetch(window, target)
+                    self._fetch(group, target)
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
         self._gather_slots = threading.BoundedSemaphore(_MAX_GATHERS)
 
-    def _fetch(self, window: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
-        for byte_range, answer in answers_of(window, fetch, self._attempts):
+    def _fetch(self, group: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
+        for byte_range, answer in answers_of(group, fetch, self._attempts):
             values = np.frombuffer(answer, np.uint8)
             if self._swapped:
                 values = values.view(self._layouts[0].dtype).byteswap().view(np.uint8)

@@ -9,7 +9,7 @@ import pytest
 from support.command import run, values
 
 import pinfeed
-from pinfeed.cli.parts import source_of
+from pinfeed.cli.inspect import source_of
 from pinfeed.stores.formats import FORMATS, FileFormat, Part, register
 from pinfeed.validation import suggestions
 

@@ -68,7 +68,7 @@ def test_any_rows_of_any_remote_shards(
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_ranges, "RANGE_BYTES", 8 << data.draw(st.integers(0, 6), "range"))
-        patch.setattr(byte_ranges, "WINDOW_BYTES", 8 << data.draw(st.integers(6, 9), "window"))
+        patch.setattr(byte_ranges, "GROUP_BYTES", 8 << data.draw(st.integers(6, 9), "group"))
         patch.setattr(
             byte_ranges, "_GAP_BYTES", data.draw(st.sampled_from([0, 1, 23, 24, 100, 1000]), "gap")
         )
