@@ -63,8 +63,9 @@ class AxisWindowReads(ReadStrategy):
             try:
                 yield self._of_items(open_items)
             finally:
-                # The function keeps buffers in memory.
-                self._open_items = None
+                # The function keeps buffers in memory. The next epoch may have been opened early.
+                if self._open_items is open_items:
+                    self._open_items = None
 
     @property
     def may_open_ahead(self) -> bool:

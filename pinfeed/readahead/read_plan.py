@@ -16,14 +16,11 @@ from pinfeed.readahead.resident_file import CopyInSecondEpoch, InMemoryCopy, Map
 from pinfeed.readahead.source_reads import (
     FreeMemory,
     Reads,
-    buffer_allocation,
-    may_copy,
     reads_of_items,
     reads_of_rows,
 )
 from pinfeed.readahead.strategy import ChunkReads, DirectReads, ReadStrategy
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.windows import Windows
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
@@ -143,7 +140,7 @@ class _FilePlanner:
     def _plan(self, reads: Reads) -> tuple[ReadStrategy, str]:
         self._needed.pop(id(reads.file), None)
         left = self._free.memory - sum(self._needed.values())
-        reads = dataclasses.replace(reads, free=self._free._replace(memory=left))
+        reads.free = self._free._replace(memory=left)
         strategy, reason = next(filter(None, (kind.plan(reads) for kind in STRATEGIES)))
         self._free = self._free.without(strategy.items)
         if isinstance(strategy, MappedFile) and isinstance(reads.file, LocalFileStore):
@@ -156,17 +153,20 @@ def readahead_memory(stores: Sequence[Store], order: Any) -> Callable[[int], lis
 
     Only files whose rows can be read ahead into buffers count.
     """
-    found: list[tuple[Windows, int]] = []
-    for store in stores:
-        reads = reads_of_rows(store, stores, order, 0)
-        if reads is None or reads.windows is None or not may_copy(reads.file):
-            continue
+    found = [
+        reads
+        for store in stores
+        if (reads := reads_of_rows(store, stores, order, 0)) is not None
+        and reads.may_copy
         # All windows along axes of one file are read together.
-        if not reads.views or reads.views[0] is store:
-            found.append((reads.windows, reads.file.row_nbytes))
-    return lambda n_batch_rows: [
-        buffer_allocation(windows, row_nbytes, n_batch_rows) for windows, row_nbytes in found
+        and (not reads.views or reads.views[0] is store)
     ]
+
+    def buffers(n_batch_rows: int) -> list[Allocation]:
+        given = (dataclasses.replace(reads, n_batch_rows=n_batch_rows) for reads in found)
+        return [reads.buffers for reads in given if reads.buffers is not None]
+
+    return buffers
 
 
 class ReadNote(NamedTuple):

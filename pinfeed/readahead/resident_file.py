@@ -16,7 +16,7 @@ from pinfeed.memory.pages import huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.buffers import BufferedReadahead
-from pinfeed.readahead.source_reads import Reads, copy_allocation, may_copy
+from pinfeed.readahead.source_reads import Reads, copy_allocation
 from pinfeed.readahead.strategy import (
     AnyBatch,
     Choice,
@@ -276,7 +276,7 @@ class InMemoryCopy(ResidentFile):
     def that_fits(cls, reads: Reads) -> InMemoryCopy | None:
         """Return a copy, if an epoch reads enough of the rows, and the memory is free."""
         needed = copy_allocation(reads.file).total
-        if may_copy(reads.file) and reads.share > 0.5 and needed <= reads.free.memory:
+        if reads.may_copy and reads.share > 0.5 and needed <= reads.free.memory:
             # The system may refuse memory that it reports as free.
             with contextlib.suppress(MemoryError):
                 return cls(reads.file)

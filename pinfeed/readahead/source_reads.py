@@ -54,7 +54,7 @@ class FreeMemory(NamedTuple):
 _NOTHING = FreeMemory(0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Reads:
     """Facts about the reads of one file."""
 
@@ -76,6 +76,7 @@ class Reads:
     are_items: bool = False
     """Whether the rows are items of ragged rows, which the order does not count."""
     free: FreeMemory = _NOTHING
+    """Memory for this file; it is known when all files have been seen, before a strategy asks."""
 
     @functools.cached_property
     def in_sequence(self) -> bool:
@@ -93,6 +94,12 @@ class Reads:
         """Whether reading the whole file in sequence is faster than its rows in random order."""
         return self.share * _SEEK_BYTES >= self.file.row_nbytes
 
+    @property
+    def may_copy(self) -> bool:
+        """Whether rows may be copied into memory before they are needed."""
+        file = self.file
+        return not (file.writable or (isinstance(file, ShardedStore) and file.overlaps))
+
     @functools.cached_property
     def page_cache_problem(self) -> str:
         """Remark that a local file does not fit in the page cache; empty if it does."""
@@ -109,7 +116,7 @@ class Reads:
             return None
         return buffer_allocation(self.windows, self.file.row_nbytes, self.n_batch_rows)
 
-    @property
+    @functools.cached_property
     def buffer_problem(self) -> str:
         """Reason why rows cannot be read ahead into buffers; empty if they can, or without windows.
 
@@ -119,7 +126,7 @@ class Reads:
             return ""
         if self.file.writable:
             return "the file is open for writing"
-        if not may_copy(self.file):
+        if not self.may_copy:
             return "rows overlap, so copies would need more memory than the file"
         left = max(0, self.free.memory)
         if self.buffers.total <= left:
@@ -158,11 +165,6 @@ def buffer_allocation(windows: Windows, row_nbytes: int, n_batch_rows: int) -> A
     count = windows.most(n_batch_rows) + windows.n_ahead
     nbytes = block_nbytes(windows.window_rows * row_nbytes)
     return Allocation("read-ahead buffers", "host", count, nbytes)
-
-
-def may_copy(file: FileStore) -> bool:
-    """Return whether rows may be copied into memory before they are needed."""
-    return not (file.writable or (isinstance(file, ShardedStore) and file.overlaps))
 
 
 def file_of(store: Store) -> FileStore | None:

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from support.remote_files import Shaky, fresh_file_systems, put
 
-from pinfeed import Config, Feeder, rows
+from pinfeed import Config, Feeder, RemoteStore, rows
 from pinfeed.readahead import buffers, resident_file
+from pinfeed.readahead.read_plan import plan_reads
+from pinfeed.readahead.source_reads import FreeMemory
+from pinfeed.readahead.strategy import DirectReads
 
 ARRAY = np.arange(4000 * 256, dtype=np.int32).reshape(4000, 256)
 
@@ -52,7 +55,21 @@ def test_rows_in_sequence_are_read_ahead_in_windows(
     assert len(Shaky.requests) <= 16, "two parts of each of seven windows"
 
 
-def test_without_memory_for_windows_rows_are_read_in_sequence() -> None:
+def test_no_page_cache_is_said_to_hold_remote_rows() -> None:
+    order = rows.block_shuffled(1, block_rows=500, window_blocks=2)
+    with RemoteStore("shaky://x.npy") as store:
+        plan = plan_reads([store], order, 100, FreeMemory(1000, 1 << 30))
+        assert [type(one) for one in plan.strategies] == [DirectReads]
+    assert plan.items == ()
+    assert plan.notes == (
+        (
+            "x.npy, 3.9 MiB: read row by row, with many reads at a time; read-ahead buffers need "
+            "2.9 MiB, but 1000 B remain; a larger limit or a smaller window_blocks allows read-ahead"
+        ),
+    )
+
+
+def test_without_memory_for_buffers_rows_are_read_in_sequence() -> None:
     config = Config(cpu_memory_limit=64 << 20, preferred_batch_size=100)
     with Feeder("shaky://x.npy", config=config, device="cpu") as feeder:
         assert "read ahead" not in str(feeder.plan)
