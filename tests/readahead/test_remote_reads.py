@@ -35,10 +35,10 @@ def test_shuffled_rows_that_fit_are_never_requested_one_by_one(
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_rows_in_sequence_are_read_ahead_in_windows(
+def test_rows_in_sequence_are_read_ahead_into_buffers(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A window has 650 rows, so most batches of 100 rows end within a window, and some do not.
+    # A buffer has 650 rows, so most batches of 100 rows end within a buffer, and some do not.
     monkeypatch.setattr(buffers, "_SEQUENCE_BYTES", 650 << 10)
     # The requests of a single epoch are counted.
     options = {"batch_size": 100, "depth": depth, "continuous": False}
@@ -52,7 +52,7 @@ def test_rows_in_sequence_are_read_ahead_in_windows(
         np.testing.assert_array_equal(np.concatenate(found), ARRAY)
         Shaky.requests.clear()
         np.testing.assert_array_equal(np.concatenate([b.numpy().copy() for b in feeder]), ARRAY)
-    assert len(Shaky.requests) <= 16, "two parts of each of seven windows"
+    assert len(Shaky.requests) <= 16, "two parts of each of seven buffers"
 
 
 def test_no_page_cache_is_said_to_hold_remote_rows() -> None:
