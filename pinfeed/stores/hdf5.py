@@ -314,7 +314,8 @@ def _dataset_of(file: Any, name: str | None) -> Any:
         item = item["values"]
     if isinstance(item, h5py.Dataset):
         return item
-    found = dataset_names(file)
+    found: list[str] = []
+    file.visititems(lambda key, one: found.append(key) if isinstance(one, h5py.Dataset) else None)
     if name is None and len(found) == 1:
         return file[found[0]]
     asked = f"has no dataset {name!r}" if name is not None else f"has {len(found)} datasets"
@@ -322,17 +323,6 @@ def _dataset_of(file: Any, name: str | None) -> Any:
         f"{file.filename} {asked}; expected the name of one of its datasets: {listed(found)}; "
         "give HDF5Store(path, name)"
     )
-
-
-def dataset_names(file: Any) -> list[str]:
-    """Return the names of all datasets of an open file or group, in order."""
-    import h5py
-
-    found: list[str] = []
-    file.visititems(
-        lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None
-    )
-    return found
 
 
 def _require_valid(dataset: Any, name: str) -> None:
