@@ -61,11 +61,10 @@ def test_no_page_cache_is_said_to_hold_remote_rows() -> None:
         plan = plan_reads([store], order, 100, FreeMemory(1000, 1 << 30))
         assert [type(one) for one in plan.strategies] == [DirectReads]
     assert plan.items == ()
-    assert plan.notes == (
-        (
-            "x.npy, 3.9 MiB: read row by row, with many reads at a time; read-ahead buffers need "
-            "2.9 MiB, but 1000 B remain; a larger limit or a smaller window_blocks allows read-ahead"
-        ),
+    (note,) = plan.notes
+    assert note == (
+        "x.npy, 3.9 MiB: read row by row, with many reads at a time; read-ahead buffers need "
+        "2.9 MiB, but 1000 B remain; a larger limit or a smaller window_blocks allows read-ahead"
     )
 
 
