@@ -1,4 +1,4 @@
-"""``pinfeed inspect``: the sources in files and folders. Nothing is unpickled."""
+"""``pinfeed inspect``, and the sources in files for all commands. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import glob
 import os
 from collections.abc import Sequence
 
-from pinfeed.cli.kinds import kind_of, split_name
-from pinfeed.cli.parts import Part, parts_of, source_of
 from pinfeed.cli.report import Report, in_words, table
 from pinfeed.errors import PinfeedError, StoreError
 from pinfeed.memory.units import human
+from pinfeed.stores.formats import FORMATS, Part, format_of, missing_part
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.safe_repr import wrapped
 
-_CALLS = {
-    "npy": "NpyStore(path) or the path itself reads a .npy file",
-    "safetensors": "NpyStore.safetensors(path, name) reads a tensor",
-    "hdf5": "HDF5Store(path, name) reads a dataset",
-    "zarr": "ZarrStore(path, name) reads an array",
-    "parquet": "ParquetStore(path, name) reads a column, and columns=[...] a matrix of several",
-    "sparse": "SparseStore(path, name) reads a sparse matrix",
-    "remote": "RemoteStore(url) reads a remote file",
-}
 # Sources and problems that are listed for people.
 _SHOWN = 40
 _SHOWN_PROBLEMS = 8
@@ -53,7 +43,7 @@ def _found(name: str) -> tuple[list[Part], list[str]]:
     if has_protocol(name):
         return [source_of([name])], []
     path, inner = split_name(name)
-    if kind_of(path) != "folder" or inner is not None:
+    if inner is not None or format_of(path) is not None:
         return parts_of(path, inner), []
     names = sorted(os.listdir(path))
     if any(len(name) == 8 and name.isdigit() for name in names):
@@ -65,12 +55,12 @@ def _found(name: str) -> tuple[list[Part], list[str]]:
     errors = []
     for file in (os.path.join(path, name) for name in names):
         try:
-            kind = kind_of(file)
+            kind = format_of(file)
         except StoreError as error:
             parts.append(Part(file, "other", problem=str(error)))
             continue
         try:
-            parts += parts_of(file) if kind != "folder" else []
+            parts += parts_of(file) if kind is not None else []
         except (PinfeedError, OSError) as error:
             errors.append(in_words(error))
     if not parts and not errors:
@@ -97,8 +87,8 @@ def _text(parts: Sequence[Part]) -> str:
         )
         + _more(len(sources), _SHOWN)
     ]
-    calls = [_CALLS[kind] for kind in _CALLS if any(part.kind == kind for part in sources)]
-    texts.append("\n".join(f"{call}." for call in calls))
+    kinds = dict.fromkeys(part.kind for part in sources)
+    texts.append("\n".join(f"{FORMATS[kind].usage}." for kind in kinds))
     if problems:
         lines = [wrapped(f"- {one}", rest="  ") for one in problems[:_SHOWN_PROBLEMS]]
         title = "Not sources" + " (pinfeed inspect FILE:NAME says what to do)" * (len(parts) > 1)
@@ -108,3 +98,64 @@ def _text(parts: Sequence[Part]) -> str:
 
 def _more(n: int, n_shown: int) -> str:
     return f"\n… and {n - n_shown:,} more (--json lists all)" if n > n_shown else ""
+
+
+def split_name(text: str) -> tuple[str, str | None]:
+    """Return the path and the name in FILE:NAME; the name is None for FILE alone.
+
+    A path may contain colons, so the path is the shortest one that exists.
+    """
+    # A shell completes the name of a folder with a slash.
+    parts = text.rstrip("/").split(":")
+    for n in range(1, len(parts)):
+        path = ":".join(parts[:n])
+        if path and (os.path.exists(path) or glob.glob(path)):
+            return path, ":".join(parts[n:])
+    return text.rstrip("/") or text, None
+
+
+def source_of(files: Sequence[str]) -> Part:
+    """Return the one source that files of the command line name.
+
+    Raises:
+        PinfeedError: If a file cannot be read, or has no source or several.
+    """
+    if has_protocol(files[0]) or len(files) > 1:
+        kind = "remote" if has_protocol(files[0]) else "npy"
+        return FORMATS[kind].described(list(files))
+    path, name = split_name(files[0])
+    if format_of(path) is None:
+        raise StoreError(
+            f"{path} is a folder; expected one of its files, or a quoted pattern of shards such "
+            f"as {os.path.join(path, '*.npy')}; pinfeed inspect {path} lists the sources in it"
+        )
+    found = parts_of(path, name)
+    sources = [part for part in found if not part.problem]
+    if len(sources) == 1:
+        return sources[0]
+    if not sources:
+        raise StoreError(found[0].problem)
+    raise StoreError(
+        f"{files[0]} has {len(sources)} sources; expected the name of one, such as {sources[0]}; "
+        f"pinfeed inspect {files[0]} lists them"
+    )
+
+
+def parts_of(path: str, name: str | None = None) -> list[Part]:
+    """List the parts of a file, or those at one name of it.
+
+    Args:
+        path: A file, a folder that is one source or several ones, or a pattern.
+        name: Name of an array, group, tensor or column, or columns with commas; None for all.
+
+    Raises:
+        PinfeedError: If the file or the name does not exist, or the file is damaged.
+    """
+    kind = format_of(path)
+    if kind is None:
+        raise missing_part(path, str(name))
+    found = kind.parts(path, name)
+    if not found:
+        where = path if name is None else f"{path}:{name}"
+        raise StoreError(f"{where} has nothing that could be a source; expected at least one array")
+    return found

@@ -30,7 +30,7 @@ def host_values(cuda: str | None) -> dict[str, Any]:
     """
     machine, *others = host_limits()
     cupy = f"cuda{cuda.split('.')[0]}" if cuda else ""
-    extras = [one for one in REQUIREMENTS if one == cupy or not one.startswith("cuda")]
+    extras = [one for one in sorted(REQUIREMENTS) if one == cupy or not one.startswith("cuda")]
     return {
         "memory": machine.total,
         "free": free_host_bytes(),

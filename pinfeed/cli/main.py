@@ -16,15 +16,18 @@ from pinfeed import __version__
 from pinfeed.cli.report import Report, in_words
 from pinfeed.errors import ArgumentError, PinfeedError
 from pinfeed.memory.units import parse_size
+from pinfeed.stores.formats import FORMATS
 
 FAILED = 2
 INTERRUPTED = 130
 """Exit statuses other than 0; argparse uses 2 for wrong usage, too."""
 
-_EPILOG = """\
-FILE is a .npy, HDF5, Zarr, Parquet or safetensors file, whatever its extension,
-or a quoted pattern of shards. FILE:NAME is one dataset, array, column or tensor
-of it: x.h5:/images. Exit status: 0, or 2 with a reason on stderr.
+_TITLES = sorted(one.title for one in FORMATS.values() if one.title)
+_EPILOG = f"""\
+FILE is a file of one of these formats, whatever its extension, or a quoted
+pattern of shards: {", ".join(_TITLES)}.
+FILE:NAME is one dataset, array, column or tensor of it: x.h5:/images.
+Exit status: 0, or 2 with a reason on stderr.
 """
 
 

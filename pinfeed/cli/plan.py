@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.parts import Part, source_of
+from pinfeed.cli.inspect import source_of
 from pinfeed.cli.report import Report
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.feeder import Feeder
@@ -16,6 +16,7 @@ from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human
 from pinfeed.rows.blocks import block_shuffled
 from pinfeed.stores.chunked_array import ChunkedArray
+from pinfeed.stores.formats import Part
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.validation.safe_repr import wrapped
 

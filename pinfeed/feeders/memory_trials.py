@@ -26,7 +26,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.sample_source import Samples, SampleSource, SampleThreads
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.read_plan import RaggedReads
+from pinfeed.readahead.item_reads import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, sequential
@@ -108,7 +108,7 @@ def _run(
         Bytes of the rows, and bytes that the transforms took.
     """
     reads = [DirectReads(store) for store in tree.stores]
-    ragged = [RaggedReads.direct(one) for one in tree.ragged]
+    ragged = [RaggedReads(one, list(map(DirectReads, one.parts))) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
     options = LoopOptions(progress=False, timeline=False)

@@ -15,7 +15,7 @@ from pinfeed.stores.store import Store
 
 Tensor = torch.Tensor
 TensorSource = npt.NDArray[Any] | torch.Tensor | Store
-"""Source with batches that are tensors. It excludes paths, because Parquet files have columns."""
+"""Source with batches that are tensors. It excludes paths, because tables in files have columns."""
 S = TypeVar("S", bound=TensorSource)
 K = TypeVar("K")
 T = TypeVar("T")

@@ -26,9 +26,8 @@ from pinfeed.pipeline.loop_memory import (
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.read_plan import ReadPlan, file_of, windows_ahead
-from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import FreeMemory
+from pinfeed.readahead.read_plan import ReadPlan, plan_reads, readahead_memory
+from pinfeed.readahead.source_reads import FreeMemory, file_of
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, known
 from pinfeed.rows.sampler_batches import largest_batch
@@ -82,7 +81,7 @@ class Planner:
             plan = self._limited_plan(config, free.memory)
         n_batch_rows = self._n_batch_rows(plan.batch_size, plan.depth)
         ahead = free.without(plan.items)
-        choice = choose(tree.stores, self.rows, n_batch_rows, ahead, tree.ragged)
+        choice = plan_reads(tree.stores, self.rows, n_batch_rows, ahead, tree.ragged)
         plan = dataclasses.replace(
             plan,
             items=plan.items + choice.items,
@@ -205,7 +204,7 @@ class Planner:
         depth: int,
         *,
         limits: tuple[int | None, int | None] = (None, None),
-        windows: Callable[[int], list[Allocation]] | None = None,
+        readahead: Callable[[int], list[Allocation]] | None = None,
     ) -> Plan:
         """Return the plan without the memory of read strategies.
 
@@ -213,11 +212,11 @@ class Planner:
             batch_size: Rows of a batch; 0 if it is unknown.
             depth: Number of batches to prefetch.
             limits: Limits of host memory and of GPU memory, in bytes.
-            windows: Windows that are read ahead; see ``windows_ahead``. None if they do not count.
+            readahead: See ``readahead_memory``; None if it does not count.
         """
         items = self.allocations(batch_size, depth) if batch_size else []
-        if windows is not None:
-            items += windows(self._n_batch_rows(batch_size, depth))
+        if readahead is not None:
+            items += readahead(self._n_batch_rows(batch_size, depth))
         return Plan(batch_size, depth, self._route, tuple(items), *limits)
 
     def _limited_plan(self, config: MemoryLimits, cpu: int) -> Plan:
@@ -246,15 +245,15 @@ class Planner:
     def _largest_batch(self, config: MemoryLimits, most: int, cpu: int, gpu: int | None) -> int:
         """Return the rows of the largest batch that fits.
 
-        The windows of the order count as needed memory if they take at most half of the host limit,
-        and if everything else fits too.
+        Buffers for rows that are read ahead count as needed memory if they take at most half of the
+        host limit, and if everything else fits too.
         """
         plan_of = functools.partial(self._plan_of, limits=(cpu, gpu))
-        windows = windows_ahead(self.tree.stores, self.rows)
-        if 0 < sum(item.total for item in windows(1)) <= cpu // 2:
+        readahead = readahead_memory(self.tree.stores, self.rows)
+        if 0 < sum(item.total for item in readahead(1)) <= cpu // 2:
             with contextlib.suppress(BudgetError):
-                with_windows = functools.partial(plan_of, windows=windows)
-                return config.largest_batch(with_windows, most, self.schedule.depth)
+                with_buffers = functools.partial(plan_of, readahead=readahead)
+                return config.largest_batch(with_buffers, most, self.schedule.depth)
         return config.largest_batch(plan_of, most, self.schedule.depth)
 
 
@@ -286,7 +285,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     distinct = {id(store): store for store in stores}
     resident = _resident(distinct.values())
     if not resident.total:
-        return choose(stores, (), 0, free)
+        return plan_reads(stores, (), 0, free)
     is_limited = config is not None and config.cpu_memory_limit is not None
     if is_limited and resident.total > free.memory:
         raise NotEnoughCPUMemory(
@@ -295,7 +294,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
             "(the batches need the other half); raise cpu_memory_limit, or write files with "
             "smaller chunks"
         )
-    choice = choose(stores, (), 0, free.without([resident]))
+    choice = plan_reads(stores, (), 0, free.without([resident]))
     return dataclasses.replace(choice, resident=(resident,))
 
 

@@ -82,7 +82,9 @@ def draw(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependency(f"a picture needs matplotlib; {install_line('plot')}") from None
+        raise MissingDependency(
+            f"a picture needs matplotlib; {install_line('matplotlib')}"
+        ) from None
     shown = clipped(spans, start_s, end_s)
     rows = by_thread(shown)
     height = sum(map(_n_tracks, rows.values())) + 0.5 * len(rows)

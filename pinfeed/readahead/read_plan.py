@@ -1,41 +1,45 @@
-"""Reads: facts about the reads of a file, which decide its strategy; ReadPlan: the decisions."""
+"""ReadPlan: the strategies that read the rows of all stores, and how they are chosen."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
-from pinfeed.readahead.resident_file import copy_allocation
-from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
-from pinfeed.readahead.window_reads import ItemWindows
-from pinfeed.readahead.windows import WindowBatch, window_allocation
-from pinfeed.rows.orders import Order, Rows, Sequential, known
-from pinfeed.rows.packing import Places
-from pinfeed.rows.ranks import PerRank
-from pinfeed.rows.row_lengths import most_in_blocks
-from pinfeed.rows.windows import Window, Windows, WrappedWindows
+from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
+from pinfeed.readahead.item_reads import AxisWindowReads, RaggedReads
+from pinfeed.readahead.resident_file import CopyInSecondEpoch, InMemoryCopy, MappedFile
+from pinfeed.readahead.source_reads import (
+    FreeMemory,
+    Reads,
+    reads_of_items,
+    reads_of_rows,
+)
+from pinfeed.readahead.strategy import ChunkReads, DirectReads, ReadStrategy
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.stores.axis_windows import WindowStore
-from pinfeed.stores.chunked import ChunkedStore
-from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.host_rows import RunGather, run_gather
-from pinfeed.stores.matrix import MatrixStore
-from pinfeed.stores.ragged import RaggedParts, RaggedStore
-from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import Store
+
+STRATEGIES: tuple[type[ReadStrategy], ...] = (
+    MappedFile,
+    CopyInSecondEpoch,
+    InMemoryCopy,
+    BufferedReadahead,
+    PageCacheReadahead,
+    ChunkReads,
+    DirectReads,
+)
+"""Strategies for the rows of a file; the first one whose ``plan`` returns one reads them."""
 
 # Sources that are read alike have one note each if they are at most this many.
 _MOST_NOTES = 4
 _N_NAMED = 3
-
-OpenRaggedBatch = Callable[[int, int], Callable[[Rows, Places | None], RaggedParts]]
-"""Takes the position of a batch and its number of rows, as ``OpenBatch``; returns its parts."""
 
 
 @dataclass(frozen=True)
@@ -53,101 +57,116 @@ class ReadPlan:
     @property
     def items(self) -> tuple[Allocation, ...]:
         """Most memory that the strategies use."""
-        found = [one.items for one in self.strategies] + [one.items for one in self.ragged]
+        found = [one.items for one in self._all]
         return self.resident + tuple(itertools.chain.from_iterable(found))
 
     @property
     def closes(self) -> list[Callable[[], None]]:
         """Functions that free the memory of each strategy."""
-        return [one.close for one in self.strategies] + [one.close for one in self.ragged]
-
-
-class PartReads(NamedTuple):
-    """Method of reading one part of the items of ragged rows."""
-
-    strategy: ReadStrategy
-    gather: RunGather
-    """Gathers runs of the items, unless the strategy has windows for a batch."""
-
-
-class RaggedReads:
-    """Method of reading ragged rows: the strategies of the parts of their items, in terms of rows.
-
-    Args:
-        store: The ragged rows.
-        parts: Method of reading each part.
-    """
-
-    def __init__(self, store: RaggedStore, parts: Sequence[PartReads]) -> None:
-        self.store = store
-        self.items: tuple[Allocation, ...] = tuple(
-            itertools.chain.from_iterable(part.strategy.items for part in parts)
-        )
-        self._parts = parts
-
-    @classmethod
-    def direct(cls, store: RaggedStore) -> RaggedReads:
-        """Return the method that gathers all items straight from their stores."""
-        return cls(store, [PartReads(DirectReads(one), run_gather(one)) for one in store.parts])
+        return [one.close for one in self._all]
 
     @property
-    def may_open_ahead(self) -> bool:
-        """Whether the next epoch may be opened early, like ``ReadStrategy.may_open_ahead``."""
-        return all(part.strategy.may_open_ahead for part in self._parts)
-
-    @contextlib.contextmanager
-    def open_epoch(
-        self, windows: Windows | None, start: int, stop: int
-    ) -> Iterator[OpenRaggedBatch]:
-        """Serve the positions [start, stop) of an epoch, like ``ReadStrategy.open_epoch``."""
-        if windows is not None:
-            windows = RaggedWindows(windows, self.store)
-        with contextlib.ExitStack() as stack:
-            serving = [
-                stack.enter_context(part.strategy.open_epoch(windows, start, stop))
-                for part in self._parts
-            ]
-
-            def open_ragged(position: int, n: int) -> Callable[[Rows, Places | None], RaggedParts]:
-                # This starts reading the next window.
-                opened = [serve(position, n) for serve in serving]
-                gathers = [
-                    one.gather_runs if isinstance(one, WindowBatch) else part.gather
-                    for one, part in zip(opened, self._parts, strict=True)
-                ]
-                return functools.partial(self.store.batch_parts, gathers)
-
-            yield open_ragged
-
-    def close(self) -> None:
-        """Free the memory of the strategies."""
-        with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.callback(part.strategy.close)
+    def _all(self) -> list[ReadStrategy | RaggedReads]:
+        return [*self.strategies, *self.ragged]
 
 
-@dataclass(frozen=True)
-class RaggedWindows(WrappedWindows):
-    """Windows whose runs are items of ragged rows; windows without items are left out."""
+def plan_reads(
+    stores: Sequence[Store],
+    order: Any,
+    n_batch_rows: int,
+    free: FreeMemory,
+    ragged: Sequence[RaggedStore] = (),
+) -> ReadPlan:
+    """Choose a strategy for each store.
 
-    store: RaggedStore
+    Args:
+        stores: Stores with the same number of rows.
+        order: An order, or any other iterable of row indices or batches.
+        n_batch_rows: Rows of all batches that are read at the same time.
+        free: Memory that may be used for rows of files.
+        ragged: Stores of ragged rows.
+    """
+    row_reads = [reads_of_rows(store, stores, order, n_batch_rows) for store in stores]
+    # Rows are sorted or packed within windows, which follow each other as in the order.
+    order = order.order if isinstance(order, LengthBatches) else order
+    item_reads = [
+        [reads_of_items(one, part, order, n_batch_rows) for part in one.parts] for one in ragged
+    ]
+    planner = _FilePlanner(free, [*row_reads, *itertools.chain.from_iterable(item_reads)])
+    strategies = [
+        planner.strategy(store, reads) for store, reads in zip(stores, row_reads, strict=True)
+    ]
+    of_ragged = [
+        RaggedReads(one, list(map(planner.strategy, one.parts, of_parts)))
+        for one, of_parts in zip(ragged, item_reads, strict=True)
+    ]
+    return ReadPlan(strategies, notes_of(planner.notes), of_ragged)
 
-    @functools.cached_property
-    def window_rows(self) -> int:
-        """Most items of a window: those of its longest rows or blocks, if it had them all."""
-        most = self.store.row_lengths.most_elements(self.windows.window_rows)
-        if self.windows.n_blocks:
-            blocks = self.windows.n_blocks, self.windows.block_rows
-            most = min(most, most_in_blocks(self.store.offsets, *blocks))
-        return most
 
-    def needed(self, start: int, stop: int) -> Iterator[Window]:
-        offsets = self.store.offsets
-        for window in self.windows.needed(start, stop):
-            found = [(offsets.item(a), offsets.item(b)) for a, b in window.runs]
-            runs = [(a, b) for a, b in found if a < b]
-            if runs:
-                yield window._replace(runs=runs)
+class _FilePlanner:
+    """Chooses a strategy for one file after the other, each of which leaves memory to the others.
+
+    Args:
+        free: Memory for all files.
+        reads: The reads of each file; None for rows that are not in files.
+    """
+
+    def __init__(self, free: FreeMemory, reads: Iterable[Reads | None]) -> None:
+        self.notes: list[ReadNote] = []
+        self._free = free
+        self._needed = {id(one.file): one.least_memory for one in reads if one is not None}
+        if sum(self._needed.values()) > free.memory:
+            self._needed.clear()
+        # The first store of windows of the items of each file.
+        self._views: dict[int, tuple[AxisWindowReads, str]] = {}
+
+    def strategy(self, store: Store, reads: Reads | None) -> ReadStrategy:
+        """Return the strategy of a store, and note the reason and the memory that it takes."""
+        if reads is None:
+            return DirectReads(store)
+        file = reads.file
+        if not isinstance(store, WindowStore):
+            strategy, reason = self._plan(reads)
+        elif id(file) in self._views:
+            first, reason = self._views[id(file)]
+            strategy = AxisWindowReads(store, reads.views, first)
+        else:
+            of_items, reason = self._plan(reads)
+            strategy = first = AxisWindowReads(store, reads.views, of_items)
+            self._views[id(file)] = first, reason
+        self.notes.append(ReadNote(file.label, file.nbytes, reason))
+        return strategy
+
+    def _plan(self, reads: Reads) -> tuple[ReadStrategy, str]:
+        self._needed.pop(id(reads.file), None)
+        left = self._free.memory - sum(self._needed.values())
+        reads.free = self._free._replace(memory=left)
+        strategy, reason = next(filter(None, (kind.plan(reads) for kind in STRATEGIES)))
+        self._free = self._free.without(strategy.items)
+        if isinstance(strategy, MappedFile) and isinstance(reads.file, LocalFileStore):
+            self._free = self._free._replace(mapped=(*self._free.mapped, reads.file))
+        return strategy, "ragged rows, " * reads.are_items + reason
+
+
+def readahead_memory(stores: Sequence[Store], order: Any) -> Callable[[int], list[Allocation]]:
+    """Return a function from the rows of all batches in memory to the buffers of each file.
+
+    Only files whose rows can be read ahead into buffers count.
+    """
+    found = [
+        reads
+        for store in stores
+        if (reads := reads_of_rows(store, stores, order, 0)) is not None
+        and reads.may_copy
+        # All windows along axes of one file are read together.
+        and (not reads.views or reads.views[0] is store)
+    ]
+
+    def buffers(n_batch_rows: int) -> list[Allocation]:
+        given = (dataclasses.replace(reads, n_batch_rows=n_batch_rows) for reads in found)
+        return [reads.buffers for reads in given if reads.buffers is not None]
+
+    return buffers
 
 
 class ReadNote(NamedTuple):
@@ -176,173 +195,3 @@ def _sources(group: Sequence[ReadNote]) -> list[str]:
     sizes = {read.nbytes for read in group}
     size = "up to " * (len(sizes) > 1) + human(max(sizes))
     return [f"{named} and {len(group) - _N_NAMED} more, {size} each"]
-
-
-SEEK_BYTES = 64 << 10
-"""Bytes that a disk reads in sequence in the time of one random read.
-
-Measured disks gave 20,000 to 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
-"""
-
-
-class Reads(NamedTuple):
-    """Facts about the reads of one file, which decide their strategy."""
-
-    file: FileStore
-    order: Any
-    """An order, or any other iterable of row indices."""
-    share: float
-    """Largest share of the file that an epoch reads, and 1 if unknown.
-
-    Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
-    read.
-    """
-    windows: Windows | None
-    """Windows of the order, as rows of the file; None if they are not worth reading."""
-    n_batch_rows: int
-    """Rows of all batches that are read at the same time."""
-    mapped: Sequence[ShardedStore]
-    """Stores whose files are mapped already."""
-    views: tuple[WindowStore, ...] = ()
-    """All windows along axes that are read; the rows of the file are their items."""
-    free: FreeMemory = FreeMemory(0, 0)
-
-    @property
-    def least_memory(self) -> int:
-        """Memory with which rows that are slow to read are read once in an epoch, or little more.
-
-        It is 0 if the rows need none.
-        """
-        is_slow = isinstance(self.file, (ChunkedStore, MatrixStore, RemoteStore))
-        if not is_slow or is_in_sequence(self.order):
-            return 0
-        found = [copy_allocation(self.file)] if self.share > 0.5 else []
-        if self.windows is not None:
-            found.append(window_allocation(self.windows, self.file.row_nbytes, self.n_batch_rows))
-        return min((item.total for item in found), default=0)
-
-
-class Budget:
-    """Free memory, of which each file leaves the next ones what they need.
-
-    Args:
-        free: Memory for all files.
-        reads: The reads of each file.
-    """
-
-    def __init__(self, free: FreeMemory, reads: Iterable[Reads]) -> None:
-        self._free = free
-        self._needed = {id(one.file): one.least_memory for one in reads}
-        if sum(self._needed.values()) > free.memory:
-            self._needed.clear()
-
-    def with_free(self, reads: Reads) -> Reads:
-        """Return reads with the memory that their file may use."""
-        self._needed.pop(id(reads.file), None)
-        left = self._free.memory - sum(self._needed.values())
-        return reads._replace(free=self._free._replace(memory=left))
-
-    def take(self, items: Iterable[Allocation]) -> None:
-        """Note that the strategy of a file takes memory."""
-        self._free = self._free.without(items)
-
-
-def reads_of_rows(
-    store: Store,
-    stores: Sequence[Store],
-    order: Any,
-    n_batch_rows: int,
-    mapped: Sequence[ShardedStore],
-) -> Reads | None:
-    """Return the reads of the rows of one of the stores; None if they are not in files."""
-    file = file_of(store)
-    if file is None or not file.row_nbytes:
-        return None
-    views = _views(file, stores) if isinstance(store, WindowStore) else ()
-    row_nbytes = sum(view.row_nbytes for view in views) or file.row_nbytes
-    share = _share(order, store.n_rows, row_nbytes, file.nbytes)
-    found = _windows(file, order, views)
-    return Reads(file, order, share, found, n_batch_rows, mapped, views)
-
-
-def reads_of_items(
-    store: RaggedStore, part: Store, order: Any, n_batch_rows: int, mapped: Sequence[ShardedStore]
-) -> Reads | None:
-    """Return the reads of one part of the items of ragged rows; None if it is not in files."""
-    items = file_of(part)
-    if items is None or not items.row_nbytes:
-        return None
-    mean = store.row_lengths.mean * items.row_nbytes
-    share = _share(order, store.n_rows, mean, store.n_items * items.row_nbytes)
-    found = known(order).windows(store.n_rows, 0)
-    of_items = None if found is None else RaggedWindows(found, store)
-    return Reads(items, order, share, of_items, n_batch_rows, mapped)
-
-
-def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[Allocation]]:
-    """Return a function from the rows of all batches in memory to the windows of each file.
-
-    Only files whose windows can be read ahead count.
-    """
-    found: list[tuple[Windows, int]] = []
-    for store in stores:
-        file = file_of(store)
-        views = _views(file, stores) if isinstance(store, WindowStore) and file else ()
-        # All windows of one file are read together.
-        if file is not None and may_copy(file) and store is (views or (store,))[0]:
-            of_file = _windows(file, order, views)
-            if of_file is not None:
-                found.append((of_file, file.row_nbytes))
-    return lambda n_batch_rows: [
-        window_allocation(windows, row_nbytes, n_batch_rows) for windows, row_nbytes in found
-    ]
-
-
-def file_of(store: Store) -> FileStore | None:
-    """Return the store that reads the rows of a store from files; None if they are not in files.
-
-    For windows along axes, it is the store of their items.
-    """
-    if isinstance(store, WindowStore):
-        return file_of(store.items)
-    if isinstance(store, ChunkedStore):
-        return store.native or store
-    return store if isinstance(store, FileStore) else None
-
-
-def is_in_sequence(order: Any) -> bool:
-    """Return whether the rows of a batch are consecutive.
-
-    With ``Ranks``, each rank reads whole batches of a sequential order, not every n-th row.
-    """
-    if isinstance(order, PerRank):
-        return isinstance(order.order, Sequential) and order.hand != 1
-    return isinstance(order, Sequential)
-
-
-def may_copy(store: FileStore) -> bool:
-    """Return whether rows may be copied into memory before they are needed."""
-    return not (store.writable or (isinstance(store, ShardedStore) and store.overlaps))
-
-
-def _views(file: FileStore, stores: Iterable[Store]) -> tuple[WindowStore, ...]:
-    """Return the stores of windows of the items of a file."""
-    windows_of_items = (store for store in stores if isinstance(store, WindowStore))
-    return tuple(store for store in windows_of_items if file_of(store) is file)
-
-
-def _share(order: Any, n_rows: int, row_nbytes: float, nbytes: int) -> float:
-    return min(1.0, order.length(n_rows) * row_nbytes / nbytes) if isinstance(order, Order) else 1.0
-
-
-def _windows(store: FileStore, order: Any, views: tuple[WindowStore, ...]) -> Windows | None:
-    """Return the windows of an order, if its blocks are large enough to be worth a seek.
-
-    Decoding a chunk takes longer than a seek, so windows of any size are worth it for chunks.
-    """
-    found = known(order).windows(views[0].n_rows if views else store.n_rows, 0)
-    if found is not None and views:
-        found = ItemWindows(found, views)
-    if found is None or isinstance(store, ChunkedStore):
-        return found
-    return found if found.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -11,11 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pinfeed.memory.pages import block_nbytes, huge
+from pinfeed.memory.pages import huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.readahead.buffers import BufferedReadahead
+from pinfeed.readahead.source_reads import Reads, copy_allocation
 from pinfeed.readahead.strategy import (
     AnyBatch,
+    Choice,
+    ChunkReads,
     DirectReads,
     OpenBatch,
     ReadStrategy,
@@ -29,7 +34,6 @@ from pinfeed.stores.file_store import FileStore, rows_version
 from pinfeed.stores.host_rows import RunGather, StoreRows, memory_rows_of, run_gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.mapped_store import MappedStore
-from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.pool import ThreadPool
@@ -61,10 +65,11 @@ class ResidentFile(ReadStrategy):
     _readers_load = True
     """Whether several threads load faster than one."""
 
+    _store: FileStore
     _rows: ArrayStore | MappedStore
 
     def __init__(self, store: FileStore, *, waits: bool = False) -> None:
-        self._store = store
+        super().__init__(store)
         self.row_shape = store.row_shape
         self.dtype = store.dtype
         self._waits_always = waits
@@ -134,8 +139,8 @@ class ResidentFile(ReadStrategy):
         self._find_loaded()
         return memory_rows_of(self._rows) if self._is_loaded.all() else None
 
-    def for_others(self) -> ReadStrategy:
-        return DirectReads(self)
+    def run_gather(self) -> RunGather:
+        return self.gather_runs
 
     @property
     def may_be_in_memory(self) -> bool:
@@ -252,14 +257,30 @@ class InMemoryCopy(ResidentFile):
     _rows: ArrayStore
 
     def __init__(self, store: FileStore) -> None:
-        # Decoding a row decodes its whole chunk, and a request for a row takes as long as one for
-        # many rows, so readers wait until the chunk is loaded instead.
-        super().__init__(store, waits=isinstance(store, (ChunkedStore, RemoteStore)))
+        # If a read of one row takes as long as one of many, readers wait until these are loaded.
+        super().__init__(store, waits=store.reads_in_bulk)
         self.items = (copy_allocation(store),)
         nbytes = store.n_rows * store.row_nbytes
         rows = huge(nbytes)[:nbytes].view(store.dtype)
         self._rows = ArrayStore(rows.reshape(store.n_rows, *store.row_shape))
         self._version: object = None
+
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice | None:
+        if reads.in_sequence or (copy := cls.that_fits(reads)) is None:
+            return None
+        fits = f"it fits in {reads.free.origin}"
+        return copy, f"{reads.file.loaded} into RAM during the first epoch ({fits})"
+
+    @classmethod
+    def that_fits(cls, reads: Reads) -> InMemoryCopy | None:
+        """Return a copy, if an epoch reads enough of the rows, and the memory is free."""
+        needed = copy_allocation(reads.file).total
+        if reads.may_copy and reads.share > 0.5 and needed <= reads.free.memory:
+            # The system may refuse memory that it reports as free.
+            with contextlib.suppress(MemoryError):
+                return cls(reads.file)
+        return None
 
     def close(self) -> None:
         """Free the memory; a gather that is running keeps it until it ends."""
@@ -275,11 +296,6 @@ class InMemoryCopy(ResidentFile):
 
     def _load(self, start: int, stop: int) -> None:
         run_gather(self._store)(Runs.one(start, stop - start), self._rows.array[start:stop])
-
-
-def copy_allocation(store: FileStore) -> Allocation:
-    """Return the memory of a copy of all rows."""
-    return Allocation("rows of a file", "host", 1, block_nbytes(store.n_rows * store.row_nbytes))
 
 
 class MappedFile(ResidentFile):
@@ -311,6 +327,22 @@ class MappedFile(ResidentFile):
             self.items = (Allocation("rows of a file", "page cache", 1, nbytes),)
         self._rows = store.map_rows()
 
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice | None:
+        file = reads.file
+        if not isinstance(file, LocalFileStore) or reads.page_cache_problem:
+            return None
+        # Loading whole files is worth it for most of the rows, or for short rows in random order.
+        in_runs = reads.in_sequence or reads.windows is not None
+        is_worth_it = reads.share > 0.5 or (not in_runs and reads.wants_whole_file)
+        if not is_worth_it or not file.can_map:
+            return None
+        # The system may refuse address space. A file that has changed is an error when it is read.
+        with contextlib.suppress(OSError):
+            strategy = cls(file, in_sequence=reads.in_sequence, counted=reads.free.mapped)
+            return strategy, "read through the OS page cache, by a memory map (the file fits)"
+        return None
+
     def close(self) -> None:
         """Unmap the files; a gather that is running keeps its map until it ends."""
         super().close()
@@ -327,50 +359,54 @@ class MappedFile(ResidentFile):
         self._rows.populate(start, stop)
 
 
-class LaterCopy(ReadStrategy):
+class CopyInSecondEpoch(ReadStrategy):
     """Strategy of the first epoch, and a copy of all rows for later epochs.
+
+    A loop over rows in sequence often reads them only once, and needs no copy.
 
     Args:
         store: The rows.
         first: Reads the rows in the first epoch.
         copy: The copy, which takes no physical memory before its first epoch.
-        later: Reads the rows in later epochs; by default, the copy, which loads them.
     """
 
-    def __init__(
-        self,
-        store: FileStore,
-        first: ReadStrategy,
-        copy: InMemoryCopy,
-        later: ReadStrategy | None = None,
-    ) -> None:
-        self._store = store
+    def __init__(self, store: FileStore, first: ReadStrategy, copy: InMemoryCopy) -> None:
+        super().__init__(store)
         self._first = first
         self._copy = copy
-        self._later = later or copy
         self._current = first
         self._is_first = True
-        self.items = first.items + self._later.items
+        self.items = first.items + copy.items
+
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice | None:
+        # The page cache keeps local files, with or without a map.
+        if not reads.in_sequence or isinstance(reads.file, LocalFileStore):
+            return None
+        kinds = (BufferedReadahead, ChunkReads, DirectReads)
+        first, reason = next(filter(None, (kind.plan(reads) for kind in kinds)))
+        left = dataclasses.replace(reads, free=reads.free.without(first.items))
+        copy = InMemoryCopy.that_fits(left)
+        if copy is None:
+            return None
+        fits = f"it fits in {reads.free.origin}"
+        strategy = cls(reads.file, first, copy)
+        return strategy, f"{reason}; a second epoch loads it into RAM ({fits})"
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        strategy = self._first if self._is_first else self._later
+        strategy = self._first if self._is_first else self._copy
         self._is_first = False
         with strategy.open_epoch(windows, start, stop) as open_batch:
             # The last batches of an epoch may be read after it has ended.
             self._current = strategy
             yield open_batch
 
-    def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
-        run_gather(self._store if self._current is self._first else self._copy)(runs, out)
+    def run_gather(self) -> RunGather:
+        return lambda runs, out: self._current.run_gather()(runs, out)
 
     def memory_rows(self) -> MemoryRows | None:
         return self._copy.memory_rows()
-
-    def for_others(self) -> ReadStrategy:
-        first = self._first.for_others() or self._first
-        return LaterCopy(self._store, first, self._copy, self._copy.for_others())
 
     @property
     def may_be_in_memory(self) -> bool:
@@ -379,8 +415,8 @@ class LaterCopy(ReadStrategy):
     @property
     def may_open_ahead(self) -> bool:
         # The second epoch loads the copy, even if the loop reads only the first one.
-        return self._current is self._later
+        return self._current is self._copy
 
     def close(self) -> None:
         self._first.close()
-        self._later.close()
+        self._copy.close()

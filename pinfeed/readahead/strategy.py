@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +14,22 @@ import numpy.typing as npt
 from pinfeed.errors import ClosedError
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.readahead.source_reads import Reads
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.host_rows import (
     CheckStop,
     Gatherable,
+    RunGather,
     StoreRows,
     UnreadPart,
     memory_rows_of,
     never,
+    run_gather,
     unchecked_gather,
 )
+from pinfeed.stores.matrix import MatrixStore
 from pinfeed.threads.pool import ThreadPool
 
 
@@ -58,33 +62,28 @@ class AnyBatch:
         return self.make
 
 
-class FreeMemory(NamedTuple):
-    """Host memory that may be used for rows of files, in bytes."""
-
-    memory: int
-    """Memory of the process."""
-    page_cache: int
-    """Page cache, which belongs to the kernel, and which all processes of a machine share."""
-    origin: str = "the free memory"
-    """Name of the page cache's bound, for the plan."""
-
-    def without(self, items: Iterable[Allocation]) -> FreeMemory:
-        """Return the memory that remains after allocations."""
-        memory, page_cache, origin = self
-        for item in items:
-            memory -= item.total * (item.place in ("host", "pinned"))
-            page_cache -= item.total * (item.place != "device")
-        return FreeMemory(memory, page_cache, origin)
-
-
 class ReadStrategy:
     """Method of reading the rows of one store.
 
     It belongs to one feeder. Threads that it starts live as long as an epoch.
+
+    Args:
+        store: The rows.
     """
 
     items: tuple[Allocation, ...] = ()
     """Most memory that the strategy uses."""
+
+    def __init__(self, store: Gatherable) -> None:
+        self._store = store
+
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice | None:
+        """Return the strategy for a file, with the reason; None if it cannot, or is not worth it.
+
+        The strategies before this one in ``STRATEGIES`` were not chosen.
+        """
+        raise NotImplementedError
 
     def open_epoch(
         self, windows: Windows | None, start: int, stop: int
@@ -102,12 +101,12 @@ class ReadStrategy:
         """Return where the rows are, if all are in memory and can be copied natively."""
         return None
 
-    def for_others(self) -> ReadStrategy | None:
-        """Return a strategy for other windows of the same rows, which this one loads for both.
+    def run_gather(self) -> RunGather:
+        """Return a function that gathers runs of rows during an epoch.
 
-        It is None if this strategy keeps no rows that others could use.
+        Batches whose rows are in buffers have such a function of their own.
         """
-        return None
+        return run_gather(self._store)
 
     @property
     def may_be_in_memory(self) -> bool:
@@ -123,6 +122,10 @@ class ReadStrategy:
         """Free the memory of the strategy."""
 
 
+Choice = tuple[ReadStrategy, str]
+"""A strategy, and the reason for it as the plan shows it."""
+
+
 class DirectReads(ReadStrategy):
     """Strategy that gathers rows from the store itself.
 
@@ -130,8 +133,17 @@ class DirectReads(ReadStrategy):
         store: The rows.
     """
 
-    def __init__(self, store: Gatherable) -> None:
-        self._store = store
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice:
+        strategy = cls(reads.file)
+        if isinstance(reads.file, MatrixStore):
+            advice = "; more memory allows a copy of the matrix" * (not reads.in_sequence)
+            return strategy, f"gathered column by column{advice}"
+        if reads.in_sequence:
+            return strategy, f"read in sequence{reads.page_cache_problem}"
+        advice = reads.buffer_advice or "a block_shuffled order allows long contiguous reads"
+        reason = f"read row by row, with many reads at a time{reads.page_cache_problem}"
+        return strategy, f"{reason}; {advice}"
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
@@ -145,6 +157,9 @@ class DirectReads(ReadStrategy):
 
 # Rows are gathered in steps, because a loop that ends waits for the current step.
 _STEP_BYTES = 16 << 20
+# Chunks per block in the recommended block-shuffled order. A block may begin within a chunk, so it
+# decodes up to one more chunk. A window of 16 blocks should not be too large.
+_BLOCK_CHUNKS = 4
 
 
 class ChunkReads(ReadStrategy):
@@ -156,9 +171,25 @@ class ChunkReads(ReadStrategy):
             decoded while the last rows of a chunk are gathered.
     """
 
+    _store: ChunkedStore
+
     def __init__(self, store: ChunkedStore, *, in_sequence: bool = False) -> None:
-        self._store = store
+        super().__init__(store)
         self._decodes_ahead = in_sequence and store.n_kept > 1
+
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice | None:
+        store = reads.file
+        if not isinstance(store, ChunkedStore):
+            return None
+        strategy = cls(store, in_sequence=reads.in_sequence)
+        if reads.in_sequence:
+            return strategy, "decoded in sequence, each chunk once"
+        n_rows = reads.views[0].n_rows if reads.views else store.n_rows
+        block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
+        fewer = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
+        reason = f"each batch decodes the whole chunks of its rows, up to {store.piece_rows:,} each"
+        return strategy, f"{reason}; {reads.buffer_advice or fewer}"
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:

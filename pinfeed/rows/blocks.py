@@ -60,8 +60,8 @@ def chunk_shuffled(store: Any, seed: int = 0, *, window_chunks: int = 16) -> Ord
     An epoch keeps 24 bytes for each chunk.
 
     Args:
-        store: A store of rows in chunks, such as an ``HDF5Store``, a ``ZarrStore``, a
-            ``ParquetStore``, windows of one, or ``concat`` of several.
+        store: A store of rows in chunks, such as an ``HDF5Store`` or a ``ZarrStore``, windows of
+            one, or ``concat`` of several.
         seed: Seed of the shuffle; the order is a function of (seed, epoch).
         window_chunks: Number of chunks of a window. Larger windows mix more rows, and need more
             memory to read ahead.

@@ -35,8 +35,8 @@ RAGGED_ADVICE = (
 )
 """Advice for lists of different lengths."""
 _LEAVE_OUT = (
-    "or leave the column out (dataset.select_columns, table.select, or {name: "
-    "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
+    "or leave the column out (dataset.select_columns, table.select, or a dict of the stores of the "
+    "other columns)"
 )
 
 

@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 # Most bytes of one request; a multiple of every itemsize.
 RANGE_BYTES = 2 << 20
 # Bytes of the answers that are in memory at the same time.
-WINDOW_BYTES = 16 << 20
+GROUP_BYTES = 16 << 20
 # Requests that run at the same time. The file system needs little memory for each, compared with a
 # range.
 _MAX_REQUESTS = 512
@@ -170,20 +170,20 @@ def _cuts(rows: Rows, nbytes: int) -> list[int]:
     return cuts
 
 
-def windows_of(ranges: Iterator[ByteRange]) -> Iterator[list[ByteRange]]:
-    """Group ranges into windows whose answers fit in memory at the same time."""
-    window: list[ByteRange] = []
+def groups_of(ranges: Iterator[ByteRange]) -> Iterator[list[ByteRange]]:
+    """Yield groups of ranges whose answers fit in memory at the same time."""
+    group: list[ByteRange] = []
     nbytes = 0
     for wanted in ranges:
         range_nbytes = wanted.end - wanted.begin
         nbytes += range_nbytes
-        if nbytes > WINDOW_BYTES or len(window) == _MAX_REQUESTS:
-            yield window
-            window = []
+        if nbytes > GROUP_BYTES or len(group) == _MAX_REQUESTS:
+            yield group
+            group = []
             nbytes = range_nbytes
-        window.append(wanted)
-    if window:
-        yield window
+        group.append(wanted)
+    if group:
+        yield group
 
 
 def fetch(ranges: list[ByteRange]) -> list[Any]:

@@ -91,6 +91,9 @@ class ChunkedStore(FileStore):
         StoreError: If there are no rows, or torch does not have the dtype.
     """
 
+    loaded = "decoded"
+    reads_in_bulk = True
+
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_decodes", "_opened")
     _decoding_chunks = 2
     """Memory that decoding needs in addition to the result, in multiples of the decoded bytes."""

@@ -56,6 +56,10 @@ class FileStore(ReadOnly):
 
     nbytes: int
     """Bytes of all rows; bytes that several rows share count once."""
+    loaded: ClassVar[str] = "loaded"
+    """Word of the plan for rows that were copied into memory: loaded, decoded or converted."""
+    reads_in_bulk: ClassVar[bool] = False
+    """Whether a read of one row takes as long as one of many rows around it."""
 
     # Attributes that belong to one process, and are not pickled.
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ()

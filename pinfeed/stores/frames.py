@@ -135,7 +135,7 @@ def polars_to_arrow(series: Any, name: str) -> Any:
         return series.to_arrow()
     except ImportError:
         raise MissingDependency(
-            f"{name}: pyarrow is needed for a column of {series.dtype}; {install_line('parquet')}"
+            f"{name}: pyarrow is needed for a column of {series.dtype}; {install_line('pyarrow')}"
         ) from None
 
 

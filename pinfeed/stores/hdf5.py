@@ -8,13 +8,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
 from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
 from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.formats import ArrayFormat, register
 from pinfeed.stores.hdf5_chunks import RawChunks, missing_part
 from pinfeed.stores.libraries import (
     imported,
@@ -83,7 +84,7 @@ class HDF5Store(ChunkedArray):
     @explain_arguments({})
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
         check_flag(as_stored, "as_stored")
-        h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('hdf5')}")
+        h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('h5py')}")
         self._path = ""
         if isinstance(source, (str, os.PathLike)):
             self._path = os.path.abspath(local_path(source))
@@ -195,6 +196,52 @@ class HDF5Store(ChunkedArray):
         return dataset
 
 
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+@register
+class HDF5Format(ArrayFormat):
+    """HDF5 files, also those of netCDF, MATLAB and AnnData."""
+
+    kind = "hdf5"
+    title = "HDF5"
+    usage = "HDF5Store(path, name) reads a dataset"
+    advice = (
+        "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset, or "
+        "pinfeed.SparseStore(path) for the sparse matrix of an .h5ad file"
+    )
+    magic = _SIGNATURE[:4]
+    suffixes = (".h5", ".hdf5", ".h5ad", ".h5mu", ".loom")
+    requirement = "h5py>=3.10"
+    library = "h5py"
+    array_class = "Dataset"
+    store = HDF5Store
+    is_one_file = True
+
+    @contextlib.contextmanager
+    def open_group(self, source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
+        imported("h5py", f"h5py is needed to read HDF5 files; {install_line('h5py')}")
+        with contextlib.ExitStack() as stack:
+            parent = source
+            if isinstance(source, (str, os.PathLike)):
+                parent = stack.enter_context(_open_file(os.path.abspath(local_path(source))))
+            else:
+                _require_valid(source, "h5py.Group")
+            path = os.fspath(os.path.basename(parent.file.filename))
+            with _h5py_errors(path, key):
+                yield parent, path
+
+    def is_file(self, file: IO[bytes], start: bytes, size: int) -> bool:
+        # Other data may precede the content, as in .mat files.
+        offset = 0
+        while offset < size:
+            file.seek(offset)
+            if file.read(len(_SIGNATURE)) == _SIGNATURE:
+                return True
+            offset = max(512, 2 * offset)
+        return False
+
+
 # HDF5 makes one call at a time. Some releases of h5py crash if several threads read.
 _reading = threading.Lock()
 
@@ -267,7 +314,8 @@ def _dataset_of(file: Any, name: str | None) -> Any:
         item = item["values"]
     if isinstance(item, h5py.Dataset):
         return item
-    found = dataset_names(file)
+    found: list[str] = []
+    file.visititems(lambda key, one: found.append(key) if isinstance(one, h5py.Dataset) else None)
     if name is None and len(found) == 1:
         return file[found[0]]
     asked = f"has no dataset {name!r}" if name is not None else f"has {len(found)} datasets"
@@ -275,36 +323,6 @@ def _dataset_of(file: Any, name: str | None) -> Any:
         f"{file.filename} {asked}; expected the name of one of its datasets: {listed(found)}; "
         "give HDF5Store(path, name)"
     )
-
-
-def dataset_names(file: Any) -> list[str]:
-    """Return the names of all datasets of an open file or group, in order."""
-    import h5py
-
-    found: list[str] = []
-    file.visititems(
-        lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None
-    )
-    return found
-
-
-@contextlib.contextmanager
-def hdf5_group(source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
-    """Open a file to read a group of it, or take an open group; return it and the name of the file.
-
-    Raises:
-        StoreError: If the file is not an HDF5 file, or is damaged.
-    """
-    imported("h5py", f"h5py is needed to read HDF5 files; {install_line('hdf5')}")
-    with contextlib.ExitStack() as stack:
-        parent = source
-        if isinstance(source, (str, os.PathLike)):
-            parent = stack.enter_context(_open_file(os.path.abspath(local_path(source))))
-        else:
-            _require_valid(source, "h5py.Group")
-        path = os.fspath(os.path.basename(parent.file.filename))
-        with _h5py_errors(path, key):
-            yield parent, path
 
 
 def _require_valid(dataset: Any, name: str) -> None:

@@ -22,6 +22,7 @@ from pinfeed.stores.columns import (
     without_nulls,
 )
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.formats import FORMATS
 from pinfeed.stores.frames import (
     frame_series,
     is_pandas,
@@ -67,8 +68,8 @@ class MatrixStore(FileStore):
 
     Args:
         source: A pandas or polars DataFrame, a ``pyarrow.Table``, a Hugging Face dataset, or a dict
-            of arrays or other sources with one number in each row. For Parquet files, give
-            ``ParquetStore(path, columns=[...])``.
+            of arrays or other sources with one number in each row. Stores of tables in files
+            have an argument ``columns`` themselves.
         columns: Names of the columns, by default all.
         dtype: Dtype of the rows, by default the smallest one that holds all columns. Numbers are
             rounded to the nearest float, as by numpy; integers must fit.
@@ -95,6 +96,8 @@ class MatrixStore(FileStore):
         tensor([[30.0000,  1.5000],
                 [40.0000,     nan]])
     """
+
+    loaded = "converted"
 
     @explain_arguments({})
     def __init__(
@@ -194,10 +197,11 @@ def _columns_of(source: Any, wanted: list[Any] | None, kind: str) -> dict[Any, _
     if isinstance(source, Mapping):
         chosen = _chosen(source, wanted, kind)
         return {name: _other_column(one, f"{kind}[{name!r}]") for name, one in chosen.items()}
+    tables = " or ".join(one.table for one in FORMATS.values() if one.table)
     raise StoreError(
         f"MatrixStore: got {kind}; expected a pandas or polars DataFrame, a pyarrow.Table, a "
-        "Hugging Face dataset, or a dict of columns; for Parquet files, give ParquetStore(path, "
-        "columns=[...]), and give an array straight to the Feeder"
+        f"Hugging Face dataset, or a dict of columns; for a table in a file, give {tables}, and "
+        "give an array straight to the Feeder"
     )
 
 

@@ -14,17 +14,15 @@ from pinfeed.errors import StoreError
 from pinfeed.memory.proc_maps import file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.formats import FORMATS, ArrayFormat
 from pinfeed.stores.frames import frame_columns
-from pinfeed.stores.hdf5 import HDF5Store
 from pinfeed.stores.libraries import check_names, is_of
 from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import Array, Store, is_store
-from pinfeed.stores.zarr import ZarrStore
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 
@@ -54,18 +52,11 @@ def _store_of_array(source: Any, name: str) -> Store | None:
     """Return a store of an array that another library opened; None for anything else."""
     if is_of(source, "pyarrow", "ChunkedArray", "Array"):
         return ArrowStore(source, name=name)
-    if is_of(source, "h5py", "Dataset"):
-        return HDF5Store(source)
-    return ZarrStore(source) if is_of(source, "zarr", "Array") else None
-
-
-def is_zarr_group(source: Any) -> bool:
-    """Return whether an object is a group of Zarr arrays."""
-    return is_of(source, "zarr", "Group")
+    return next(filter(None, (one.store_of(source) for one in FORMATS.values())), None)
 
 
 def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
-    """Return a store for each column of a table, a dataset, a frame or a Parquet file.
+    """Return a store for each column of a table, a dataset, a frame or a file with a table.
 
     Args:
         source: One of these, or anything else.
@@ -77,21 +68,11 @@ def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
     Raises:
         StoreError: If pinfeed cannot read a column.
     """
-    if is_parquet(source):
-        return ParquetStore.columns(source)
+    for one in FORMATS.values():
+        if (columns := one.columns_of(source)) is not None:
+            return columns
     found = frame_columns(source, name)
     return _arrow_columns(source, name) if found is None else found
-
-
-def is_parquet(source: Any) -> bool:
-    """Return whether a source is a path or a pattern of local Parquet files, or a folder of them.
-
-    Their names end in ``.parquet``.
-    """
-    if not isinstance(source, (str, os.PathLike)) or has_protocol(source):
-        return False
-    name = os.fspath(source)
-    return isinstance(name, str) and os.path.splitext(name)[1].lower() == ".parquet"
 
 
 def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
@@ -186,7 +167,7 @@ def _check_format(
 def _is_store_or_array(value: Any) -> bool:
     """Return whether an object is one source, not a structure of sources.
 
-    A Store is one source, and so is an array of another library such as Zarr. An object with a
+    A Store is one source, and so is an array of another library. An object with a
     shape and a dtype is a structure of sources if all its fields are arrays and tensors, as in a
     TensorDict.
     """
@@ -195,8 +176,9 @@ def _is_store_or_array(value: Any) -> bool:
         isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
     )
     is_array = is_array_like(value) and not is_structure
-    # A Zarr group is a dataclass, but its fields are not sources.
-    return is_store(value) or is_array or is_zarr_group(value)
+    formats = (one for one in FORMATS.values() if isinstance(one, ArrayFormat))
+    # Some libraries have groups that are dataclasses, whose fields are not sources.
+    return is_store(value) or is_array or any(one.is_group(value) for one in formats)
 
 
 def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, list[Store]]:

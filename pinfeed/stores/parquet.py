@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -10,14 +12,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, ReadError
+from pinfeed.errors import ArgumentError, ReadError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.chunked import DECODED_BYTES, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.columns import checked_columns
+from pinfeed.stores.formats import FileFormat, Part, register
 from pinfeed.stores.libraries import check_names
 from pinfeed.stores.parquet_columns import OneColumn, ParquetMatrix
 from pinfeed.stores.parquet_shards import ParquetShard, open_shards, pyarrow_errors
-from pinfeed.stores.paths import Path
+from pinfeed.stores.paths import Path, has_protocol
 from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import explain_arguments
 
@@ -276,6 +279,64 @@ class ParquetStore(ChunkedStore):
         if self._cursor is not None:
             self._cursor.close()
             self._cursor = None
+
+
+@register
+class ParquetFormat(FileFormat):
+    """Parquet files, alone or in folders."""
+
+    kind = "parquet"
+    title = "Parquet"
+    usage = "ParquetStore(path, name) reads a column, and columns=[...] a matrix of several"
+    advice = "a Parquet file: give pinfeed.ParquetStore.columns(path)"
+    table = "ParquetStore(path, columns=[...])"
+    magic = b"PAR1"
+    suffixes = (".parquet",)
+    requirement = "pyarrow>=15"
+
+    def open(self, path: Any, name: str = "") -> ParquetStore:
+        names = name.split(",")
+        return ParquetStore(path, name) if len(names) == 1 else ParquetStore(path, columns=names)
+
+    def is_folder(self, path: str, names: list[str]) -> bool:
+        # Names of logs and of unfinished files begin with these characters.
+        seen = [name for name in names if not name.startswith((".", "_"))]
+        # A partitioned data set has folders key=value.
+        return bool(seen) and all(
+            name.lower().endswith(self.suffixes)
+            or ("=" in name and os.path.isdir(os.path.join(path, name)))
+            for name in seen
+        )
+
+    def columns_of(self, source: Any) -> dict[str, ParquetStore] | None:
+        if not isinstance(source, (str, os.PathLike)) or has_protocol(source):
+            return None
+        path = os.fspath(source)
+        is_ours = isinstance(path, str) and path.lower().endswith(self.suffixes)
+        return ParquetStore.columns(path) if is_ours else None
+
+    def parts(self, path: str, name: str | None) -> list[Part]:
+        if name is not None and "," in name:
+            return [self.described(path, name)]
+        shards = open_shards(path)
+        n_rows = sum(sum(shard.groups.values()) for shard in shards)
+        found = []
+        with pyarrow_errors(path):
+            schema = shards[0].schema
+            for column in schema.names if name is None else [name]:
+                try:
+                    # The metadata does not contain the shape of lists, so this reads one row.
+                    one = OneColumn.of(shards, column)
+                except StoreError as error:
+                    dtype = str(schema.field(column).type) if column in schema.names else ""
+                    problem = str(error)
+                    part = Part(path, self.kind, column, (n_rows,), dtype, problem=problem)
+                else:
+                    shape = (n_rows, *one.row_shape)
+                    nbytes = math.prod(shape) * one.dtype.itemsize
+                    part = Part(path, self.kind, column, shape, str(one.dtype), nbytes)
+                found.append(part)
+        return found
 
 
 class _Cursor:

@@ -155,7 +155,7 @@ def open_shards(path: Path | Sequence[Path]) -> list[ParquetShard]:
         StoreError: If a file is not a Parquet file.
     """
     parquet = imported(
-        "pyarrow.parquet", f"ParquetStore: pyarrow is needed; {install_line('parquet')}"
+        "pyarrow.parquet", f"ParquetStore: pyarrow is needed; {install_line('pyarrow')}"
     )
     shards: list[ParquetShard] = []
     for name in map(os.path.abspath, _files(path)):

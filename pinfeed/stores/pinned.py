@@ -291,8 +291,8 @@ def _cuda_runtime(pin: Pin) -> Any:
         import cupy
     except ImportError:
         problem = (
-            f"CuPy is not installed; {install_line('cuda12')}, or {install_line('cuda13')}, to "
-            "match the driver"
+            f"CuPy is not installed; {install_line('cupy-cuda12x')}, or "
+            f"{install_line('cupy-cuda13x')}, to match the driver"
         )
     else:
         if cupy.cuda.is_available():

@@ -23,15 +23,16 @@ from pinfeed.errors import (
 )
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.byte_ranges import (
+    GROUP_BYTES,
     RANGE_BYTES,
-    WINDOW_BYTES,
     ByteRange,
     RemoteFile,
     fetch,
+    groups_of,
     ranges_of,
     version_of,
-    windows_of,
 )
+from pinfeed.stores.formats import FileFormat, register
 from pinfeed.stores.libraries import imported
 from pinfeed.stores.npy_header import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
@@ -90,7 +91,8 @@ class RemoteStore(ShardedStore):
         ...     n_batches = len(list(feeder))
     """
 
-    resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
+    reads_in_bulk = True
+    resident_bytes = _MAX_GATHERS * (GROUP_BYTES + 4 * RANGE_BYTES)
     """Memory for answers, for the parts that a client joins into answers, and for sorting rows."""
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_gather_slots",)
 
@@ -124,16 +126,16 @@ class RemoteStore(ShardedStore):
         self._require_open()
         target = as_bytes(out)
         for piece in runs.merged().pieces(_MAX_SORTED_ROWS):
-            for window in windows_of(self._ranges(piece)):
+            for group in groups_of(self._ranges(piece)):
                 with self._gather_slots:
-                    self._fetch(window, target)
+                    self._fetch(group, target)
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
         self._gather_slots = threading.BoundedSemaphore(_MAX_GATHERS)
 
-    def _fetch(self, window: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
-        for byte_range, answer in answers_of(window, fetch, self._attempts):
+    def _fetch(self, group: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
+        for byte_range, answer in answers_of(group, fetch, self._attempts):
             values = np.frombuffer(answer, np.uint8)
             if self._swapped:
                 values = values.view(self._layouts[0].dtype).byteswap().view(np.uint8)
@@ -180,6 +182,16 @@ class RemoteStore(ShardedStore):
                 return list(pool.map(functools.partial(_opened, call), files))
 
         return dict(answers_of(files, ask, self._attempts)) if files else {}
+
+
+@register
+class RemoteFormat(FileFormat):
+    """Remote .npy files, which are recognized by their URLs."""
+
+    kind = "remote"
+    usage = "RemoteStore(url) reads a remote file"
+    store = RemoteStore
+    requirement = "fsspec>=2024.2"
 
 
 def _urls(path: str | Sequence[str]) -> list[str]:
@@ -275,7 +287,7 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
             f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib "
             "removes a slash); for local files, use NpyStore"
         )
-    fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('remote')}")
+    fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('fsspec')}")
     try:
         return RemoteFile(url, *fsspec.url_to_fs(url, **options))
     except TypeError as error:

@@ -13,9 +13,10 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.memory.pages import BufferPool, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
+from pinfeed.stores.formats import FileFormat, Part, register
 from pinfeed.stores.host_rows import CheckStop, RunGather, UnreadPart, never
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
-from pinfeed.stores.sparse_sources import open_matrix
+from pinfeed.stores.sparse_sources import is_matrix, open_matrix
 from pinfeed.stores.store import Array, Store
 from pinfeed.validation.arguments import explain_arguments
 
@@ -189,6 +190,28 @@ class SparseStore(RaggedStore):
 
         take = self._memory.take if values.device.type == "cpu" else None
         return dense(values, columns, bounds, self.n_columns, take)
+
+
+@register
+class SparseFormat(FileFormat):
+    """Sparse matrices in groups of arrays, as AnnData writes them."""
+
+    kind = "sparse"
+    usage = "SparseStore(path, name) reads a sparse matrix"
+    store = SparseStore
+
+    def part_of(self, path: str, name: str, group: Any) -> Part | None:
+        if not is_matrix(group.attrs):
+            return None
+        try:
+            with contextlib.closing(SparseStore(group)) as store:
+                shape = (store.n_rows, store.n_columns)
+                nbytes = round(store.n_rows * store.mean_row_nbytes)
+                stored = f"sparse, {store.row_lengths.mean:,.1f} elements per row"
+                dtype = str(store.parts[0].dtype)
+                return Part(path, self.kind, name, shape, dtype, nbytes, stored)
+        except StoreError as error:
+            return Part(path, self.kind, name, problem=str(error))
 
 
 class _Columns:

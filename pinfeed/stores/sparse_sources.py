@@ -1,4 +1,4 @@
-"""Sources of sparse matrices: scipy, torch, and groups of HDF5 and Zarr files."""
+"""Sources of sparse matrices: scipy, torch, and groups of arrays in files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.stores.hdf5 import HDF5Store, hdf5_group
+from pinfeed.stores.formats import FORMATS, ArrayFormat
 from pinfeed.stores.libraries import listed
 from pinfeed.stores.store import Store, whole_numbers
-from pinfeed.stores.zarr import ZarrStore, zarr_group
 
-_HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5", ".h5mu", ".loom")
 _PARTS = ("data", "indices", "indptr")
 # Names of the format and of the shape: of AnnData since 0.7, and before.
 _FORMATS = (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape"))
@@ -40,13 +38,16 @@ def open_matrix(source: Any, key: str | None) -> Matrix:
         StoreError: If the source has no sparse matrix in CSR format.
     """
     package = type(source).__module__.partition(".")[0]
+    formats = [one for one in FORMATS.values() if isinstance(one, ArrayFormat)]
     if isinstance(source, (str, os.PathLike)):
-        name = "X" if key is None else key
         path = os.fspath(source)
-        is_hdf5 = path.endswith(_HDF5_SUFFIXES) or os.path.isfile(path)
-        return _from_group(path, name, HDF5Store if is_hdf5 else ZarrStore)
-    if package in ("h5py", "zarr") and hasattr(source, "keys"):
-        return _from_group(source, key, HDF5Store if package == "h5py" else ZarrStore)
+        named = [one for one in formats if path.endswith(one.suffixes)]
+        alike = [one for one in formats if one.is_one_file == os.path.isfile(path)]
+        return _from_group(path, "X" if key is None else key, (named or alike)[0])
+    if hasattr(source, "keys"):
+        for one in formats:
+            if one.library == package:
+                return _from_group(source, key, one)
     if key is not None:
         raise ArgumentError(
             f"key={key!r} with a {type(source).__name__}; a key names a matrix in a file; leave "
@@ -88,16 +89,17 @@ def _from_torch(tensor: Any) -> Matrix:
     return Matrix("the tensor", parts, tensor.crow_indices(), tensor.shape[1])
 
 
-def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrStore]) -> Matrix:
+def _from_group(source: Any, key: str | None, kind: ArrayFormat) -> Matrix:
     """Return the matrix of a group of a file, and open its arrays.
 
     Args:
         source: Path of the file, or an open group.
         key: Name of the group in it; None for the open group itself.
-        kind: Store of its arrays.
+        kind: Format of the file.
     """
-    with hdf5_group(source, key) if kind is HDF5Store else zarr_group(source) as (parent, path):
-        group = _group_of(parent, key, path, kind.__name__)
+    opener = kind.store.__name__
+    with kind.open_group(source, key) as (parent, path):
+        group = _group_of(parent, key, path, opener)
         is_path = isinstance(source, (str, os.PathLike))
         place = f"{os.fspath(source) if is_path else path}:{group.name}"
         attributes = dict(group.attrs)
@@ -106,7 +108,7 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
                 f"{place} is not a sparse matrix; expected a group with the attributes "
                 f"encoding-type and shape, as AnnData writes it; the group has "
                 f"{listed(sorted(group.keys()))}; for an array in it, give "
-                f"{kind.__name__}(path, name)"
+                f"{opener}(path, name)"
             )
         shape = matrix_shape(attributes, place)
         missing = [name for name in _PARTS if name not in group]
@@ -121,7 +123,7 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
         with contextlib.ExitStack() as stack:
             stores: list[Store] = []
             for name, array in arrays.items():
-                store = kind(source, f"{key}/{name}") if is_path else kind(array)
+                store = kind.open(source, f"{key}/{name}") if is_path else kind.store(array)
                 stack.callback(store.close)
                 stores.append(store)
             stack.pop_all()

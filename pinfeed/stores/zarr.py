@@ -15,6 +15,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
 from pinfeed.stores.chunked import ChunkLayout
 from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.formats import ArrayFormat, register
 from pinfeed.stores.libraries import (
     imported,
     library_errors,
@@ -75,9 +76,8 @@ class ZarrStore(ChunkedArray):
 
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
         check_flag(as_stored, "as_stored")
-        problem = f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}"
-        zarr = imported("zarr", problem)
-        imported("zarr.buffer", problem)
+        zarr = _imported("zarr")
+        _imported("zarr.buffer")
         self._path: str | None = None
         self._name = name
         if isinstance(source, (str, os.PathLike)):
@@ -159,6 +159,46 @@ class ZarrStore(ChunkedArray):
         source.store.close()
 
 
+@register
+class ZarrFormat(ArrayFormat):
+    """Folders of Zarr arrays, of format 2 or 3."""
+
+    kind = "zarr"
+    title = "Zarr"
+    usage = "ZarrStore(path, name) reads an array"
+    advice = "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"
+    suffixes = (".zarr",)
+    contents = ("zarr.json", ".zarray", ".zgroup")
+    requirement = "zarr>=3.1"
+    library = "zarr"
+    array_class = "Array"
+    group_advice = "give a dict of its arrays, dict(group.arrays())"
+    store = ZarrStore
+    is_one_file = False
+
+    @contextlib.contextmanager
+    def open_group(self, source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
+        zarr = _imported("zarr")
+        path = ""
+        if isinstance(source, (str, os.PathLike)):
+            path = os.fspath(source)
+            if not has_protocol(path) and not os.path.exists(path):
+                raise FileMissing(f"{path}: no such file or Zarr group (looked in {os.getcwd()})")
+        with contextlib.ExitStack() as stack, _zarr_errors(path or "zarr.Group"):
+            parent = source
+            if path:
+                parent = zarr.open(path, mode="r")
+                stack.callback(parent.store.close)
+            yield parent, path
+
+    def is_folder(self, path: str, names: list[str]) -> bool:
+        return super().is_folder(path, names) or path.endswith(self.suffixes)
+
+
+def _imported(name: str) -> Any:
+    return imported(name, f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}")
+
+
 def _open(path: str, name: str | None) -> Any:
     """Open the array of a path, or of a name in the group of a path."""
     import zarr
@@ -177,27 +217,6 @@ def _open(path: str, name: str | None) -> Any:
             "ZarrStore(path, name)"
         )
     return found
-
-
-@contextlib.contextmanager
-def zarr_group(source: Any) -> Iterator[tuple[Any, str]]:
-    """Open the group or array of a path, or take an open one; return it and its path.
-
-    Raises:
-        StoreError: If there is no such group, or it is damaged.
-    """
-    zarr = imported("zarr", f"zarr 3.1 or later is needed; {install_line('zarr')}")
-    path = ""
-    if isinstance(source, (str, os.PathLike)):
-        path = os.fspath(source)
-        if not has_protocol(path) and not os.path.exists(path):
-            raise FileMissing(f"{path}: no such file or Zarr group (looked in {os.getcwd()})")
-    with contextlib.ExitStack() as stack, _zarr_errors(path or "zarr.Group"):
-        parent = source
-        if path:
-            parent = zarr.open(path, mode="r")
-            stack.callback(parent.store.close)
-        yield parent, path
 
 
 def _zarr_errors(place: str) -> AbstractContextManager[None]:

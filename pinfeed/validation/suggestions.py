@@ -14,12 +14,11 @@ _COPY = (
 )
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
 
-_BY_TYPE = {
+BY_TYPE = {
     ("pandas", "Series"): "give series.to_numpy()",
     ("polars", "LazyFrame"): "compute it, and give frame.collect()",
     ("polars", "Series"): "give series.to_arrow()",
     ("anndata", "AnnData"): "give pinfeed.SparseStore(adata.X), or adata.X if it is dense",
-    ("zarr", "Group"): "give a dict of its arrays, dict(group.arrays())",
     ("cupy", "ndarray"): "it is already on the GPU; index it, or give array.get()",
     ("torch", "TensorDataset"): "give dataset.tensors",
     ("torch", "DataLoader"): "give pinfeed.wrap_loader(loader)",
@@ -48,43 +47,30 @@ _ZIP = (
     "a zip archive: for a .npz file, save each array alone, np.save(name, np.load(path)[name]); "
     "for a file of torch.save, np.save(name, tensor.numpy())"
 )
-_HDF5 = (
-    "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset, or "
-    "pinfeed.SparseStore(path) for the sparse matrix of an .h5ad file"
-)
-_KINDS = {
+BY_START = {
     b"PK\x03\x04": _ZIP,
     b"\x80": "a pickle: if you trust it, load it, and save plain arrays with np.save",
-    b"\x89HDF": _HDF5,
-    b"PAR1": "a Parquet file: give pinfeed.ParquetStore.columns(path)",
     b"\xff\xff\xff\xff": "a stream of Arrow tables: give datasets.Dataset.from_file(path), or "
     "pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all(), which stay on the disk",
     b"ARROW1": "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), "
     "which stays on the disk",
 }
-"""Kinds of files by their first bytes, with advice."""
+"""Kinds of files by their first bytes, with advice; ``pinfeed.stores.formats`` adds others."""
 _TORCH = (
     "a file of torch.save: load it with torch.load(path, weights_only=True), and give the tensor "
     "or save np.save(name, tensor.numpy())"
 )
-_ZARR = "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"
-_SUFFIXES = {
+BY_SUFFIX = {
     ".npz": "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
     ".pt": _TORCH,
     ".pth": _TORCH,
-    ".safetensors": "a safetensors file: give pinfeed.NpyStore.safetensors(path, name), with the "
-    "name of a tensor",
     ".csv": "a table as text: give pyarrow.csv.read_csv(path) if its first line names the columns; "
     "if it has only numbers, save np.save(name, np.loadtxt(path, delimiter=','))",
-    ".h5": _HDF5,
-    ".hdf5": _HDF5,
-    ".zarr": _ZARR,
 }
 """Kinds of files by suffix, if the suffix says more than the first bytes."""
-_CONTENTS = {
+BY_CONTENT = {
     "dataset_info.json": "a Hugging Face dataset: give datasets.load_from_disk(path)",
     "dataset_dict.json": "a DatasetDict: give datasets.load_from_disk(path)[split]",
-    **dict.fromkeys(("zarr.json", ".zarray", ".zgroup"), _ZARR),
 }
 """Kinds of folders by a file in them."""
 
@@ -116,7 +102,7 @@ def of_object(value: Any) -> str:
     kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(value).__mro__]
     if isinstance(value, type):
         return f"{value.__name__} is a class; give an instance"
-    if found := next((hint for key, hint in _BY_TYPE.items() if key in kinds), None):
+    if found := next((hint for key, hint in BY_TYPE.items() if key in kinds), None):
         return found
     missing = [name for name in _OF_STORE if not hasattr(value, name)]
     if len(missing) < len(_OF_STORE) // 2:
@@ -143,33 +129,32 @@ def of_file(path: str, start: bytes = b"") -> str:
         path: Path of the file.
         start: First bytes of the file.
     """
-    by_start = next((found for magic, found in _KINDS.items() if start.startswith(magic)), "")
-    by_name = _SUFFIXES.get(os.path.splitext(path)[1].lower(), "")
+    by_start = next((found for magic, found in BY_START.items() if start.startswith(magic)), "")
+    by_name = BY_SUFFIX.get(os.path.splitext(path)[1].lower(), "")
     return by_name if by_name and by_start in ("", _ZIP) else by_start
 
 
 def of_folder(path: str) -> str:
     """Return the kind of a folder, with advice; empty if it is unknown."""
-    found = (hint for name, hint in _CONTENTS.items() if os.path.exists(os.path.join(path, name)))
+    found = (hint for name, hint in BY_CONTENT.items() if os.path.exists(os.path.join(path, name)))
     return next(found, "") or of_file(os.path.normpath(path))
 
 
 REQUIREMENTS = {
     "cuda12": "cupy-cuda12x>=14",
     "cuda13": "cupy-cuda13x>=14",
-    "hdf5": "h5py>=3.10",
-    "parquet": "pyarrow>=15",
     "plot": "matplotlib>=3.9",
-    "remote": "fsspec>=2024.2",
-    "safetensors": "safetensors>=0.4",
-    "zarr": "zarr>=3.1",
 }
-"""The package of each extra in pyproject.toml, with its oldest version."""
+"""The package of each extra in pyproject.toml, with its oldest version.
+
+``pinfeed.stores.formats`` adds the packages of formats.
+"""
 
 
-def install_line(*extras: str) -> str:
-    """Return the command that installs the packages of extras.
+def install_line(*packages: str) -> str:
+    """Return the command that installs packages of extras, with their oldest versions.
 
     It names the packages, not ``pinfeed[extra]``, because pip would look for pinfeed in an index.
     """
-    return "pip install " + " ".join(f'"{REQUIREMENTS[extra]}"' for extra in extras)
+    wanted = (one for one in REQUIREMENTS.values() if one.partition(">")[0] in packages)
+    return "pip install " + " ".join(f'"{one}"' for one in wanted)

@@ -87,7 +87,7 @@ def test_ctrl_c_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: str) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspect_command, "kind_of", interrupted)
+    monkeypatch.setattr(inspect_command, "format_of", interrupted)
     assert run("inspect", "x.npy", "--json") == (130, "", "")
 
 

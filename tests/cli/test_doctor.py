@@ -12,9 +12,10 @@ import torch
 from support.command import ROOT, X, python, run, values
 
 from pinfeed import GiB, MiB
-from pinfeed.cli import machine, read_rates
+from pinfeed.cli import doctor as doctor_command
+from pinfeed.cli import machine
+from pinfeed.cli.doctor import ReadRates
 from pinfeed.cli.machine import gpu_problem, host_values
-from pinfeed.cli.read_rates import ReadRates
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
 from pinfeed.native import library
 from pinfeed.validation.suggestions import REQUIREMENTS
@@ -127,7 +128,7 @@ def test_rates_are_measured_and_the_page_cache_is_restored(
 ) -> None:
     """The kernel decides what it drops, so the test simulates its answers."""
     Path("x.bin").write_bytes(bytes(MiB(9)))
-    monkeypatch.setattr(read_rates, "_SPAN_BYTES", MiB(8))
+    monkeypatch.setattr(doctor_command, "_SPAN_BYTES", MiB(8))
     dropped = []
 
     def drop(fd: int, offset: int, length: int, advice: int) -> None:
@@ -139,14 +140,14 @@ def test_rates_are_measured_and_the_page_cache_is_restored(
         dropped.clear()
         answers = iter((before, after))
         monkeypatch.setattr(
-            read_rates, "cached_pages", lambda fd, begin, end, a=answers: np.full(4, next(a))
+            doctor_command, "cached_pages", lambda fd, begin, end, a=answers: np.full(4, next(a))
         )
         found = ReadRates.measured("x.bin")
         assert found is not None
         assert (found.nbytes, found.cached) == (MiB(8), before)
         assert (found.cold is None) == bool(after), "the file stayed in memory"
         assert dropped == [MiB(8)] * n_drops
-    monkeypatch.setattr(read_rates, "can_tell", lambda fd: False)
+    monkeypatch.setattr(doctor_command, "can_tell", lambda fd: False)
     unknown = ReadRates.measured("x.bin")
     assert unknown is not None
     assert unknown.cold is unknown.cached is None

@@ -11,7 +11,7 @@ from support.command import X, run, values
 from support.sparse import Sparse
 
 import pinfeed
-from pinfeed.cli.parts import source_of
+from pinfeed.cli.inspect import source_of
 
 h5py = pytest.importorskip("h5py")
 zarr = pytest.importorskip("zarr")

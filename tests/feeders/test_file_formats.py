@@ -92,7 +92,7 @@ def test_epochs_within_a_limit(
         assert "into RAM" not in feeder.plan.notes[0]
         size = feeder.batch_size
         assert size is not None
-        assert ("window by window" in feeder.plan.notes[0]) is (order == ORDERS[2])
+        assert ("read ahead into buffers" in feeder.plan.notes[0]) is (order == ORDERS[2])
         at = order.bind(N, 0)
         for i, batch in enumerate(feeder):
             wanted = at(np.arange(i * size, min((i + 1) * size, N)))

@@ -457,8 +457,8 @@ WAYS = {
     ("rows.shuffled(0)", 64, False): "row by row",
     ("rows.shuffled(0)", 400, True): "memory map",
     ("rows.shuffled(0)", 400, False): "into RAM",
-    ("rows.block_shuffled(0, block_rows=256)", 128, True): "window by window",
-    ("rows.block_shuffled(0, block_rows=256)", 128, False): "window by window",
+    ("rows.block_shuffled(0, block_rows=256)", 128, True): "read ahead into buffers",
+    ("rows.block_shuffled(0, block_rows=256)", 128, False): "read ahead into buffers",
     ("rows.block_shuffled(0, block_rows=256)", 40, True): "one window ahead",
     ("rows.block_shuffled(0, block_rows=256)", 40, False): "one window ahead",
 }

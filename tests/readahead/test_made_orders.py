@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_windows_are_read_ahead(store: Store, order: Order) -> None:
     config = Config(cpu_memory_limit=MiB(5.5), preferred_batch_size=50)
     with Feeder(store, config=config, rows=order, device="cpu") as feeder:
-        assert "read ahead window by window" in unwrapped(feeder.plan)
+        assert "read ahead into buffers" in unwrapped(feeder.plan)
         assert feeder.plan.host_bytes <= MiB(5.5)
         for epoch in range(2):
             found = np.concatenate([batch.numpy() for batch in feeder])
@@ -56,7 +56,7 @@ def test_single_rows_are_not_worth_windows(store: Store) -> None:
     config = Config(cpu_memory_limit=MiB(5.5), preferred_batch_size=50)
     order = rows.split([0.7, 0.3], order=BLOCKS)[0]
     with Feeder(store, config=config, rows=order, device="cpu") as feeder:
-        assert "read ahead window by window" not in unwrapped(feeder.plan)
+        assert "read ahead into buffers" not in unwrapped(feeder.plan)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -16,10 +16,11 @@ from benchmarks.conditions import drop
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.memory.host import resident_bytes
 from pinfeed.readahead import resident_file
+from pinfeed.readahead.buffers import PageCacheReadahead
+from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
-from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import DirectReads, FreeMemory
-from pinfeed.readahead.windows import PageCacheReadahead
+from pinfeed.readahead.source_reads import FreeMemory
+from pinfeed.readahead.strategy import DirectReads
 from pinfeed.stores import mapped_store
 
 N, WIDTH = 1000, 32
@@ -38,7 +39,7 @@ def path(array: np.ndarray, tmp_path: Path) -> Path:
 
 def strategy_of(store: Any, order: Any = None, free: int = MiB(100)) -> type:
     order = rows.shuffled(0) if order is None else order
-    [strategy] = choose([store], order, 300, FreeMemory(free, free)).strategies
+    [strategy] = plan_reads([store], order, 300, FreeMemory(free, free)).strategies
     strategy.close()
     return type(strategy)
 

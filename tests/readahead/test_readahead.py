@@ -20,12 +20,12 @@ from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.memory.host import FreeHostMemory
-from pinfeed.readahead import resident_file
-from pinfeed.readahead import windows as window_readahead
+from pinfeed.readahead import buffers, resident_file
+from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
+from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
-from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
-from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
+from pinfeed.readahead.source_reads import FreeMemory
+from pinfeed.readahead.strategy import DirectReads, ReadStrategy
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, known
@@ -107,7 +107,7 @@ def strategies(store: NpyStore, order: Order) -> Iterator[ReadStrategy]:
     yield PageCacheReadahead(store)
     windows = known(order).windows(N, 0)
     if windows is not None:
-        yield WindowReadahead(store, windows, 1000)
+        yield BufferedReadahead(store, windows, 1000)
 
 
 @pytest.mark.sweep(4)
@@ -121,7 +121,7 @@ def test_every_strategy_gives_the_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(20))
-    monkeypatch.setattr(window_readahead, "_ADVISED_BYTES", KiB(20))
+    monkeypatch.setattr(buffers, "_ADVISED_BYTES", KiB(20))
     for strategy in strategies(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
             for numbers, values in served(
@@ -134,7 +134,7 @@ def test_every_strategy_gives_the_rows(
 def test_no_window_stays_in_memory_after_an_epoch(store: NpyStore) -> None:
     windows = known(BLOCKS).windows(N, 0)
     assert windows is not None
-    strategy = WindowReadahead(store, windows, 1000)
+    strategy = BufferedReadahead(store, windows, 1000)
     for _ in served(strategy, BLOCKS, batch_size=100):
         assert strategy._live
     assert not strategy._live
@@ -182,14 +182,14 @@ def test_the_last_batches_keep_their_window_at_the_datas_end(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several readers, one finds the end while others still wait for rows."""
-    monkeypatch.setattr(window_readahead, "_N_THREADS", 1)
+    monkeypatch.setattr(buffers, "_N_THREADS", 1)
     windows, numbers = (
         known(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20)).windows(N, 0),
         np.arange(N),
     )
     assert windows is not None
     with Slow(path) as store:
-        strategy = WindowReadahead(store, windows, N)
+        strategy = BufferedReadahead(store, windows, N)
         with strategy.open_epoch(windows, 0, N) as open_batch:
             part = open_batch(0, N)(numbers)
             store.may_read.set()
@@ -259,7 +259,7 @@ def test_an_error_in_a_window_is_raised_with_its_batch(path: Path, array: np.nda
             bad = window.begin // 64
     assert bad > 0
     with Broken(path) as store:
-        strategy, given = WindowReadahead(store, windows, 300), 0
+        strategy, given = BufferedReadahead(store, windows, 300), 0
         with pytest.raises(errors.ReadError, match="bad sector"):
             for numbers, values in served(strategy, order, batch_size=64):
                 np.testing.assert_array_equal(values, array[numbers])
@@ -306,14 +306,14 @@ def test_a_file_is_read_otherwise_if_the_system_refuses_memory(tmp_path: Path) -
     with NpyStore(tmp_path / "x.npy", keep_cache=True) as store:
         resource.setrlimit(resource.RLIMIT_AS, (taken + nbytes // 2, limits[1]))
         try:
-            choice = choose([store], rows.shuffled(0), 300, FreeMemory(4 * nbytes, 4 * nbytes))
+            choice = plan_reads([store], rows.shuffled(0), 300, FreeMemory(4 * nbytes, 4 * nbytes))
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
     assert [type(strategy) for strategy in choice.strategies] == [PageCacheReadahead]
 
 
 def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[type, str]:
-    choice = choose([store], order, n_batch_rows, FreeMemory(free, free))
+    choice = plan_reads([store], order, n_batch_rows, FreeMemory(free, free))
     [strategy], [note] = choice.strategies, choice.notes
     strategy.close()
     assert sum(item.total for item in choice.items) <= max(0, free)
@@ -338,7 +338,7 @@ def test_the_strategy_is_chosen_from_size_order_limit_and_share(path: Path) -> N
         assert chosen(passing, rows.shuffled(0), MiB(1))[0] is DirectReads, (
             "pages that are not kept need not be loaded"
         )
-        assert chosen(store, blocks, MiB(1))[0] is WindowReadahead
+        assert chosen(store, blocks, MiB(1))[0] is BufferedReadahead
         assert chosen(store, blocks, KiB(100))[0] is PageCacheReadahead
         assert chosen(written, rows.shuffled(0), MiB(100))[0] is PageCacheReadahead, (
             "a copy in memory would miss later writes"
@@ -354,7 +354,7 @@ def test_the_strategy_is_chosen_from_size_order_limit_and_share(path: Path) -> N
 
 
 def test_arrays_need_no_strategy(array: np.ndarray) -> None:
-    choice = choose([], rows.shuffled(0), 10, FreeMemory(0, 0))
+    choice = plan_reads([], rows.shuffled(0), 10, FreeMemory(0, 0))
     assert (list(choice.strategies), choice.notes, choice.items) == ([], (), ())
     with Feeder(array, batch_size=10, shuffle=True) as feeder:
         assert feeder.plan.notes == ()
@@ -425,7 +425,9 @@ def test_the_plan_counts_windows(path: Path) -> None:
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=1)
     with Feeder(path, config=Config(cpu_memory_limit=MiB(4.5)), rows=order, device="cpu") as feeder:
         assert feeder.plan.host_bytes <= MiB(4.5)
-        assert any(item.what == "windows" for item in feeder.plan.items), str(feeder.plan)
+        assert any(item.what == "read-ahead buffers" for item in feeder.plan.items), str(
+            feeder.plan
+        )
 
 
 def test_a_part_of_rows_on_windows(store: NpyStore, array: np.ndarray) -> None:
@@ -433,7 +435,7 @@ def test_a_part_of_rows_on_windows(store: NpyStore, array: np.ndarray) -> None:
     windows = known(order).windows(N, 0)
     assert windows is not None
     numbers = order.bind(N, 0)(np.arange(2000))
-    strategy = WindowReadahead(store, windows, 3000)
+    strategy = BufferedReadahead(store, windows, 3000)
     with strategy.open_epoch(windows, 0, N) as open_batch:
         part = open_batch(0, 2000)(numbers)
         for begin, end in ((0, 2000), (0, 1), (700, 800), (760, 1600), (1999, 2000)):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pinfeed import ArgumentError, Feeder, HDF5Store, Ranks, concat, rows
-from pinfeed.readahead import select
+from pinfeed.readahead.resident_file import InMemoryCopy
 from pinfeed.rows.orders import known
 
 h5py = pytest.importorskip("h5py")
@@ -80,7 +80,7 @@ def test_each_chunk_is_decoded_once_in_an_epoch(
         read(self, box, out)
 
     monkeypatch.setattr(HDF5Store, "read_box", counted)
-    monkeypatch.setattr(select, "_copy", lambda *arguments: None)
+    monkeypatch.setattr(InMemoryCopy, "plan", lambda reads: None)
     stores = []
     for i, array in enumerate(arrays):
         with h5py.File(tmp_path / f"{i}.h5", "w") as file:
@@ -94,7 +94,7 @@ def test_each_chunk_is_decoded_once_in_an_epoch(
             options: Any = {"rows": order, "batch_size": 16, "device": "cpu"}
             options["ranks"] = Ranks("join", rank=rank, world_size=world_size)
             with Feeder((store, whole), **options) as feeder:
-                assert "a window decodes each chunk once" in feeder.plan.notes[-1]
+                assert "each buffer decodes a chunk once" in feeder.plan.notes[-1]
                 for x, y in feeder:
                     assert torch.equal(x, y)
                     seen += x[:, 0].tolist()
@@ -109,7 +109,7 @@ def test_each_chunk_is_decoded_once_in_an_epoch(
 def test_later_epochs_have_larger_windows_of_unequal_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_axis: bool
 ) -> None:
-    monkeypatch.setattr(select, "_copy", lambda *arguments: None)
+    monkeypatch.setattr(InMemoryCopy, "plan", lambda reads: None)
     array = np.arange(500.0)
     stores = []
     for i, begin in enumerate(range(0, 500, 50)):
@@ -123,7 +123,7 @@ def test_later_epochs_have_larger_windows_of_unequal_chunks(
         expected = np.concatenate([array[i : i + 50 : 3] for i in range(0, 500, 50)])
         expected = expected if is_by_axis else array
         with Feeder(source, batch_size=16, rows=order, device="cpu") as feeder:
-            assert "a window decodes each chunk once" in feeder.plan.notes[-1]
+            assert "each buffer decodes a chunk once" in feeder.plan.notes[-1]
             for _ in range(4):
                 found = torch.cat(list(feeder)).numpy().ravel()
                 np.testing.assert_array_equal(np.sort(found), np.sort(expected))

@@ -22,9 +22,10 @@ from torch.utils.data import SequentialSampler
 
 from pinfeed import Config, Feeder, MiB, NpyStore, Ranks, rows, wrap_readers
 from pinfeed.errors import ArgumentError, BudgetError
+from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import MappedFile
-from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import DirectReads, FreeMemory
+from pinfeed.readahead.source_reads import FreeMemory
+from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.blocks import BlockShuffled
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches
@@ -221,7 +222,7 @@ def test_a_file_is_resumed_with_more_ranks_and_then_with_fewer(path: Path, split
         loops, states = [], []
         for feeder in ours:
             with feeder:
-                assert ("windows" in str(feeder.plan)) == (world_size > 1), (
+                assert ("read-ahead buffers" in str(feeder.plan)) == (world_size > 1), (
                     "a single rank maps the file"
                 )
                 assert ("every rank reads every block" in unwrapped(feeder.plan)) == (
@@ -383,7 +384,7 @@ def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     share = RankBatches(rows.sequential(), Ranks(), 1, 3, False, 8)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
     found = [
-        choose([store], order, 100, FreeMemory(MiB(100), MiB(100))).strategies[0]
+        plan_reads([store], order, 100, FreeMemory(MiB(100), MiB(100))).strategies[0]
         for order in (share.rows(), row_by_row)
     ]
     store.close()

@@ -26,8 +26,8 @@ from pinfeed import (
     errors,
     rows,
 )
-from pinfeed.readahead import select
-from pinfeed.readahead.window_reads import ItemWindows
+from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
+from pinfeed.readahead.source_reads import AxisItemWindows
 from pinfeed.rows.orders import known
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.tensors.dtypes import DTYPES
@@ -176,8 +176,8 @@ def is_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Whether files are read as if no memory held them."""
     large = request.param != "fits"
     if large:
-        monkeypatch.setattr(select, "_copy", lambda *arguments: None)
-        monkeypatch.setattr(select, "_map", lambda *arguments: None)
+        monkeypatch.setattr(InMemoryCopy, "plan", lambda reads: None)
+        monkeypatch.setattr(MappedFile, "plan", lambda reads: None)
     return large
 
 
@@ -244,13 +244,13 @@ def test_each_chunk_is_decoded_once(
             device="cpu",
         ) as feeder,
     ):
-        how = (
-            "read ahead window by window" if is_large else "decoded into RAM during the first epoch"
-        )
+        how = "read ahead into buffers" if is_large else "decoded into RAM during the first epoch"
         assert how in unwrapped(feeder.plan)
         for _ in feeder:
             pass
-        (item,) = [one for one in feeder.plan.items if one.what in ("windows", "rows of a file")]
+        (item,) = [
+            one for one in feeder.plan.items if one.what in ("read-ahead buffers", "rows of a file")
+        ]
     assert set(decoded) == {(i, 0) for i in range(6)}
     if not is_large:
         assert max(decoded.values()) == 1
@@ -288,7 +288,7 @@ def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.D
         order = rows.block_shuffled(1, block_rows=draw(1, 9), window_blocks=draw(1, 3))
         of_rows = known(order).windows(n_rows, 0)
         assert of_rows is not None
-        of_items = ItemWindows(of_rows, tuple(views))
+        of_items = AxisItemWindows(of_rows, tuple(views))
         pairs = zip(of_rows.needed(0, n_rows), of_items.needed(0, n_rows), strict=True)
         for window, found in pairs:
             numbers = np.concatenate([np.arange(*run) for run in window.runs])
@@ -308,8 +308,8 @@ def test_shuffle_windows_of_distant_inputs_and_targets(tmp_path: Path) -> None:
         order = rows.block_shuffled(1, block_rows=50, window_blocks=4)
         of_rows = known(order).windows(views[0].n_rows, 0)
         assert of_rows is not None
-        alone = [ItemWindows(of_rows, (view,)).window_rows for view in views]
-        assert ItemWindows(of_rows, views).window_rows == sum(alone) < 1000
+        alone = [AxisItemWindows(of_rows, (view,)).window_rows for view in views]
+        assert AxisItemWindows(of_rows, views).window_rows == sum(alone) < 1000
 
 
 @pytest.mark.parametrize("saved", [saved_h5, saved_zarr], ids=["h5", "zarr"])
@@ -470,7 +470,7 @@ def test_a_random_selection_plans_little_more_than_it_needs(
         blocks = rows.block_shuffled(3, block_rows=500, window_blocks=4)
         chosen = rows.where(np.flatnonzero(is_selected), blocks).windows(windows.n_rows, 0)
         assert chosen is not None
-        made = ItemWindows(chosen, (windows,))
+        made = AxisItemWindows(chosen, (windows,))
         needed = [
             sum(stop - start for start, stop in made._item_runs(window.runs))
             for window in chosen.needed(0, int(is_selected.sum()))
@@ -483,7 +483,7 @@ def test_a_selection_with_more_gaps_than_in_its_first_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array = np.arange(20_000)
-    monkeypatch.setattr(select, "_copy", lambda *given: None)
+    monkeypatch.setattr(InMemoryCopy, "plan", lambda reads: None)
     with saved_h5(tmp_path, array, (100,)) as store, store.windows(0, length=60) as windows:
         # The first rows are consecutive, and the later ones far apart. With this seed, the first
         # window has one run.
@@ -491,7 +491,7 @@ def test_a_selection_with_more_gaps_than_in_its_first_window(
         blocks = rows.block_shuffled(3, block_rows=50, window_blocks=4)
         order = rows.where(selected, blocks)
         with Feeder(windows, batch_size=32, rows=order, device="cpu") as feeder:
-            assert "window by window" in feeder.plan.notes[0]
+            assert "read ahead into buffers" in feeder.plan.notes[0]
             batches = torch.cat(list(feeder)).numpy()
     numbers = order.bind(len(array) - 59, 0)(np.arange(len(selected)))
     np.testing.assert_array_equal(batches, plain(array, 0, length=60)[numbers])

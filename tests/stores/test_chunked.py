@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, errors, rows
 from pinfeed.readahead import resident_file
-from pinfeed.readahead.resident_file import InMemoryCopy, LaterCopy
-from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import ChunkReads, FreeMemory
-from pinfeed.readahead.windows import WindowReadahead
+from pinfeed.readahead.buffers import BufferedReadahead
+from pinfeed.readahead.read_plan import plan_reads
+from pinfeed.readahead.resident_file import CopyInSecondEpoch, InMemoryCopy
+from pinfeed.readahead.source_reads import FreeMemory
+from pinfeed.readahead.strategy import ChunkReads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, known
 from pinfeed.stores import chunked
@@ -272,7 +273,7 @@ def test_a_window_decodes_each_chunk_once(store: Decoding, monkeypatch: pytest.M
                 touched |= set(range(start // 25, (stop - 1) // 25 + 1))
             expected.update(touched)
         store.decoded.clear()
-        strategy = WindowReadahead(store, windows, 100)
+        strategy = BufferedReadahead(store, windows, 100)
         serve(strategy, BLOCKS, store.array, 60, epoch)
         strategy.close()
         # The chunk that one window decoded last may still be kept in the next one.
@@ -334,28 +335,28 @@ def test_the_next_chunk_of_a_sequence_is_decoded_ahead(store: Decoding, stop: in
 
 def test_the_choice_of_a_strategy(store: Decoding) -> None:
     def chosen(order: Any, free: int) -> tuple[type, str]:
-        plan = choose([store], order, 100, FreeMemory(free, free))
+        plan = plan_reads([store], order, 100, FreeMemory(free, free))
         plan.strategies[0].close()
         return type(plan.strategies[0]), plan.notes[0]
 
     nbytes = N * 16
-    assert chosen(rows.sequential(), KiB(64))[0] is LaterCopy
+    assert chosen(rows.sequential(), KiB(64))[0] is CopyInSecondEpoch
     assert chosen(rows.sequential(), KiB(16))[0] is ChunkReads
     assert chosen(rows.shuffled(1), KiB(64))[0] is InMemoryCopy
     assert chosen(rows.per_rank(rows.shuffled(1), rank=0, world_size=3), KiB(64))[0] is ChunkReads
     strategy, note = chosen(BLOCKS, nbytes - 5000)
-    assert strategy is WindowReadahead
-    assert note.startswith("x, 31.2 KiB: read ahead window by window")
+    assert strategy is BufferedReadahead
+    assert note.startswith("x, 31.2 KiB: read ahead into buffers")
     strategy, note = chosen(BLOCKS, 5000)
     assert strategy is ChunkReads
-    assert "windows in RAM need 24.0 KiB, but 4.9 KiB remain" in note
+    assert "read-ahead buffers need 24.0 KiB, but 4.9 KiB remain" in note
     strategy, note = chosen(rows.shuffled(1), 5000)
     assert strategy is ChunkReads
     assert "block_rows=100" in note
 
 
 def test_rows_in_sequence_are_copied_in_the_second_epoch(store: Decoding) -> None:
-    plan = choose([store], rows.sequential(), 100, FreeMemory(KiB(64), KiB(64)))
+    plan = plan_reads([store], rows.sequential(), 100, FreeMemory(KiB(64), KiB(64)))
     (strategy,) = plan.strategies
     assert plan.notes[0].endswith(
         "decoded in sequence, each chunk once; a second epoch loads it into RAM (it fits in the "
@@ -376,15 +377,15 @@ def test_rows_in_sequence_are_copied_in_the_second_epoch(store: Decoding) -> Non
 def test_a_file_leaves_memory_to_the_next_ones(store: Decoding, n_copies: int) -> None:
     """A copy of one file would force each batch of another one to decode chunks."""
     other = Decoding(store.array.copy(), store.bounds)
-    window = sum(item.total for item in WindowReadahead(store, blocks(), 100).items)
+    window = sum(item.total for item in BufferedReadahead(store, blocks(), 100).items)
     copy = InMemoryCopy(store)
     free = n_copies * copy.items[0].total + (2 - n_copies) * window
-    plan = choose([store, other], BLOCKS, 100, FreeMemory(free, free))
+    plan = plan_reads([store, other], BLOCKS, 100, FreeMemory(free, free))
     found = [type(strategy) for strategy in plan.strategies]
     assert found.count(InMemoryCopy) == n_copies
-    assert found.count(WindowReadahead) == 2 - n_copies
-    plan = choose([store, other], BLOCKS, 100, FreeMemory(window, window))
-    assert [type(strategy) for strategy in plan.strategies] == [WindowReadahead, ChunkReads]
+    assert found.count(BufferedReadahead) == 2 - n_copies
+    plan = plan_reads([store, other], BLOCKS, 100, FreeMemory(window, window))
+    assert [type(strategy) for strategy in plan.strategies] == [BufferedReadahead, ChunkReads]
 
 
 def blocks() -> Any:
@@ -404,7 +405,7 @@ def test_epochs_under_a_limit_equal_those_of_the_array(
     store = Decoding(array, even_bounds(N, 25))
     with Feeder(store, config=limit, rows=order, device="cpu") as feeder:
         assert feeder.plan.host_bytes <= KiB(5500)
-        assert ("window by window" in feeder.plan.notes[0]) is (order == BLOCKS)
+        assert ("read ahead into buffers" in feeder.plan.notes[0]) is (order == BLOCKS)
         assert "into RAM" not in feeder.plan.notes[0]
         got = [batch.numpy().copy() for batch in feeder]
     with Feeder(array, batch_size=feeder.plan.batch_size, rows=order, depth=0, device="cpu") as one:
@@ -421,7 +422,7 @@ def test_a_limit_that_holds_no_windows_is_no_error(monkeypatch: pytest.MonkeyPat
     order = rows.block_shuffled(1, block_rows=150, window_blocks=4)
     limit = Config(cpu_memory_limit=KiB(4200), preferred_batch_size=60, depth=1).for_feeder()
     with Feeder(store, config=limit, rows=order, device="cpu") as feeder:
-        assert "windows in RAM need 1.8 MiB" in feeder.plan.notes[0]
+        assert "read-ahead buffers need 1.8 MiB" in feeder.plan.notes[0]
     store.close()
 
 

@@ -157,7 +157,7 @@ def test_epochs(limit: int | None, order: str, depth: int) -> None:
         assert ("converted into RAM" in plan) == (limit is None and order != "sequential")
         if limit is not None:
             assert feeder.plan.host_bytes <= pinfeed.MiB(limit)
-            assert ("window by window" in plan) == (order == "block_shuffled")
+            assert ("read ahead into buffers" in plan) == (order == "block_shuffled")
         batches = feeder.batches()
         for _ in range(30):
             batch = next(batches)

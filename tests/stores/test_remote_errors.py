@@ -13,7 +13,7 @@ from support.remote_files import Shaky, fresh_file_systems, npy, put
 from support.stores import gathered
 
 from pinfeed import Feeder, NpyStore, PinnedStore, RemoteStore, errors
-from pinfeed.readahead import select
+from pinfeed.readahead import buffers
 from pinfeed.stores.paths import has_protocol
 from pinfeed.testing.suites import sample
 
@@ -188,7 +188,7 @@ def test_a_loop_over_a_file_that_is_replaced_never_mixes_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A window is a batch. Otherwise, all rows are read at once.
-    monkeypatch.setattr(select, "_REMOTE_WINDOW_BYTES", 80)
+    monkeypatch.setattr(buffers, "_SEQUENCE_BYTES", 80)
     array = np.arange(1000)
     seen: list[int] = []
     put(array, "shaky://x.npy")

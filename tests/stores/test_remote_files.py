@@ -15,7 +15,7 @@ from support.remote_files import PROTOCOLS, Crowd, Shaky, fresh_file_systems, np
 from support.stores import gathered
 
 from pinfeed import Feeder, RemoteStore, errors, rows
-from pinfeed.readahead import select
+from pinfeed.readahead import buffers
 from pinfeed.stores import byte_ranges
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ROW_SHAPES, sample
@@ -68,7 +68,7 @@ def test_any_rows_of_any_remote_shards(
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_ranges, "RANGE_BYTES", 8 << data.draw(st.integers(0, 6), "range"))
-        patch.setattr(byte_ranges, "WINDOW_BYTES", 8 << data.draw(st.integers(6, 9), "window"))
+        patch.setattr(byte_ranges, "GROUP_BYTES", 8 << data.draw(st.integers(6, 9), "group"))
         patch.setattr(
             byte_ranges, "_GAP_BYTES", data.draw(st.sampled_from([0, 1, 23, 24, 100, 1000]), "gap")
         )
@@ -206,7 +206,7 @@ def test_a_feeder_of_urls(depth: int) -> None:
 
 def test_an_error_of_a_remote_file_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     # A window is a batch. Otherwise, all rows are read at once.
-    monkeypatch.setattr(select, "_REMOTE_WINDOW_BYTES", 80)
+    monkeypatch.setattr(buffers, "_SEQUENCE_BYTES", 80)
     put(np.arange(1000.0), "shaky://x.npy")
     with (
         Feeder("shaky://x.npy", batch_size=10, device="cpu") as feeder,

@@ -15,10 +15,11 @@ from support.unwrapped import unwrapped
 import pinfeed
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.native.library import library
+from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
+from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
-from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import DirectReads, FreeMemory
-from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
+from pinfeed.readahead.source_reads import FreeMemory
+from pinfeed.readahead.strategy import DirectReads
 from pinfeed.testing.suites import ROW_SHAPES, ReadOnlyStoreTests
 
 HEADER = 1024
@@ -192,7 +193,7 @@ def test_a_file_larger_than_the_limit_is_not_mapped(tmp_path: Path) -> None:
         (rows.shuffled(0), 1, 0, PageCacheReadahead),
         (rows.block_shuffled(0, block_rows=1 << 15), 1, MiB(9), PageCacheReadahead),
         (rows.shuffled(0), 64, MiB(9), InMemoryCopy),
-        (rows.block_shuffled(0, block_rows=512, window_blocks=2), 64, KiB(500), WindowReadahead),
+        (rows.block_shuffled(0, block_rows=512, window_blocks=2), 64, KiB(500), BufferedReadahead),
     ],
     ids=str,
 )
@@ -205,7 +206,7 @@ def test_windows_are_read_ahead_as_those_of_one_file(
         files, length=64, step=step, across_files=True, memory_map=is_mapped
     ) as store:
         assert (store.nbytes, store.overlaps) == (1 << 19, step < 64)
-        plan = choose([store], order, 300, FreeMemory(free, free))
+        plan = plan_reads([store], order, 300, FreeMemory(free, free))
         assert [type(strategy) for strategy in plan.strategies] == [expected]
         for close in plan.closes:
             close()

@@ -16,10 +16,11 @@ from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, StoreError, errors, rows
 from pinfeed.errors import UnknownArgument
+from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
+from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
-from pinfeed.readahead.select import choose
-from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
-from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
+from pinfeed.readahead.source_reads import FreeMemory
+from pinfeed.readahead.strategy import DirectReads, ReadStrategy
 from pinfeed.testing.suites import ROW_SHAPES, ReadOnlyStoreTests
 
 
@@ -183,7 +184,7 @@ def test_stores_with_the_same_span_have_the_same_rows(tmp_path: Path) -> None:
 
 
 def strategy_of(store: Any, order: Any, free: int) -> ReadStrategy:
-    [strategy] = choose([store], order, 300, FreeMemory(free, free)).strategies
+    [strategy] = plan_reads([store], order, 300, FreeMemory(free, free)).strategies
     strategy.close()
     return strategy
 
@@ -205,7 +206,7 @@ def test_the_plan_counts_a_file_of_inputs_and_targets_once(path: Path) -> None:
         NpyStore.windows(path, length=96, **how) as past,
         NpyStore.windows(path, length=24, start=96, **how) as future,
     ):
-        plan = choose([past, future], rows.shuffled(0), 300, FreeMemory(0, 12_100))
+        plan = plan_reads([past, future], rows.shuffled(0), 300, FreeMemory(0, 12_100))
         assert [type(strategy) for strategy in plan.strategies] == [MappedFile, MappedFile]
         # The inputs do not need the last 24 tokens, which the targets add.
         assert [item.total for item in plan.items] == [2 * (6000 - 24), 2 * 24]
@@ -242,7 +243,7 @@ def test_windows_that_do_not_overlap_are_read_as_other_rows(tmp_path: Path) -> N
     ) as store:
         assert isinstance(strategy_of(store, rows.shuffled(0), MiB(100)), InMemoryCopy)
         blocks = rows.block_shuffled(0, block_rows=512, window_blocks=2)
-        assert isinstance(strategy_of(store, blocks, KiB(500)), WindowReadahead)
+        assert isinstance(strategy_of(store, blocks, KiB(500)), BufferedReadahead)
 
 
 def test_a_gather_takes_memory_for_a_part_of_the_rows(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Read-ahead of windows: into memory, or into the page cache."""
+"""Read-ahead of the windows of an order: into buffers in memory, or into the page cache."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from pinfeed.memory.pages import BufferPool, block_nbytes
-from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.strategy import OpenBatch, ReadStrategy
-from pinfeed.rows.orders import Rows
+from pinfeed.memory.pages import BufferPool
+from pinfeed.readahead.source_reads import Reads, buffer_allocation
+from pinfeed.readahead.strategy import Choice, OpenBatch, ReadStrategy
+from pinfeed.rows.orders import Rows, Sequential
 from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import EvenWindows, Window, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import StoreRows, run_gather
+from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending
@@ -31,20 +32,19 @@ T = TypeVar("T")
 RowRuns = Iterable[tuple[int, int]]
 """Row indices as runs [start, stop)."""
 
-UNCOUNTED_CACHE = "read through the OS page cache, which the plan does not count"
-"""Beginning of the reason for this strategy, which maps no page."""
-
 # The strategy advises the kernel in chunks, because each call may block until the disk has accepted
 # it, and the loop may end in between.
 _ADVISED_BYTES = 8 << 20
 
 # Reads that wait for the disk at the same time.
 _N_THREADS = 4
-# Parts of a window of a sequential order that are read at the same time.
+# Rows in sequence that are read ahead at a time, and the parts of them that are read at the same
+# time, each in large requests.
+_SEQUENCE_BYTES = 32 << 20
 _N_PARTS = 2
 
 
-class WindowCursor(Generic[T]):
+class ReadaheadCursor(Generic[T]):
     """The windows of an epoch that batches need now, and those that are read ahead of them.
 
     Args:
@@ -89,10 +89,10 @@ class WindowCursor(Generic[T]):
         return [made for _, made in self._begun[:n_now]]
 
 
-class WindowReadahead(ReadStrategy):
-    """Strategy that gathers rows from windows in memory.
+class BufferedReadahead(ReadStrategy):
+    """Strategy that gathers rows from buffers in memory, each of which holds a window.
 
-    One window is read ahead; unfinished batches are gathered from the other windows.
+    One buffer is filled ahead; unfinished batches are gathered from the other buffers.
 
     Args:
         store: A read-only store.
@@ -100,81 +100,78 @@ class WindowReadahead(ReadStrategy):
         n_batch_rows: Rows of all batches that are read at the same time.
     """
 
+    _store: FileStore
+
     def __init__(self, store: FileStore, windows: Windows, n_batch_rows: int) -> None:
-        self._store = store
+        super().__init__(store)
         self._usual = windows
-        self._window_rows = windows.window_rows
-        self.items = (window_allocation(windows, store.row_nbytes, n_batch_rows),)
+        self._buffer_rows = windows.window_rows
+        self.items = (buffer_allocation(windows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
-        self.open_batch: OpenBatch | None = None
-        """Serves the epoch that is open; None if none is."""
-        # Windows that take memory.
-        self._live: weakref.WeakSet[_Window] = weakref.WeakSet()
+        # Buffers that take memory.
+        self._live: weakref.WeakSet[_Buffer] = weakref.WeakSet()
+
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice | None:
+        file = reads.file
+        if reads.in_sequence:
+            return cls._plan_in_sequence(reads)
+        if reads.windows is None or reads.buffer_problem:
+            return None
+        detail = ""
+        if isinstance(file, ChunkedStore):
+            detail = "; each buffer decodes a chunk once"
+        elif isinstance(file, ShardedStore):
+            detail = f", in long contiguous reads{reads.page_cache_problem}"
+        strategy = cls(file, reads.windows, reads.n_batch_rows)
+        return strategy, f"read ahead into buffers{detail}"
+
+    @classmethod
+    def _plan_in_sequence(cls, reads: Reads) -> Choice | None:
+        """Return the strategy for files that are read best in large requests, such as remote ones.
+
+        The stores of local files and of chunks read ahead themselves, or the kernel does.
+        """
+        file = reads.file
+        is_whole = isinstance(reads.order, Sequential) and not reads.are_items
+        if isinstance(file, ChunkedStore) or not file.reads_in_bulk or not is_whole:
+            return None
+        rows = min(file.n_rows, file.rows_in(_SEQUENCE_BYTES))
+        strategy = cls(file, windows_in_sequence(file.n_rows, rows), reads.n_batch_rows)
+        if strategy.items[0].total > reads.free.memory:
+            return None
+        return strategy, "read ahead in sequence, in large requests"
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
-            cursor = WindowCursor(
+        with ThreadPool(_N_THREADS, "pinfeed-readahead") as threads:
+            cursor = ReadaheadCursor(
                 windows or self._usual,
                 start,
                 stop,
                 functools.partial(self._begin, threads),
-                # After a short last window, batches of the previous epoch may need one more window.
+                # After a short last window, batches of the previous epoch may need one more buffer.
                 lambda: len(self._live) < self.items[0].count,
             )
-            self.open_batch = opened = lambda position, n: WindowBatch(
-                self._store, cursor.take(position, n)
-            )
             try:
-                yield opened
+                yield lambda position, n: BufferedRows(self._store, cursor.take(position, n))
             except GeneratorExit:
                 # The training loop ended early. At the end of the data, in contrast, the last
                 # batches may still wait for reads, so these are not cancelled.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-            finally:
-                # The function keeps windows in memory.
-                self.open_batch = None
 
-    def for_others(self) -> ReadStrategy:
-        return SharedReadahead(self)
-
-    def _begin(self, threads: ThreadPool, runs: RowRuns) -> _Window:
+    def _begin(self, threads: ThreadPool, runs: RowRuns) -> _Buffer:
         # Windows of items are larger than usual if their rows have more gaps than usual.
-        kept = _first_rows(runs, self._window_rows)
-        memory = self._pool.take(self._window_rows * self._store.row_nbytes)
-        window = _Window(self._store, kept, memory, threads)
-        self._live.add(window)
-        return window
+        kept = _first_rows(runs, self._buffer_rows)
+        memory = self._pool.take(self._buffer_rows * self._store.row_nbytes)
+        buffer = _Buffer(self._store, kept, memory, threads)
+        self._live.add(buffer)
+        return buffer
 
     def close(self) -> None:
-        """Free the windows."""
+        """Free the buffers."""
         self._pool.close()
-
-
-class SharedReadahead(ReadStrategy):
-    """Strategy that gathers rows from the windows of another strategy, which is opened before it.
-
-    Args:
-        other: Reads windows that have the rows of both.
-    """
-
-    def __init__(self, other: WindowReadahead) -> None:
-        self._other = other
-
-    @contextlib.contextmanager
-    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        assert self._other.open_batch is not None
-        yield self._other.open_batch
-
-
-def window_allocation(windows: Windows, row_nbytes: int, n_batch_rows: int) -> Allocation:
-    """Return the memory for the windows of a file.
-
-    The ``n_batch_rows`` rows of the batches in memory are in some, and others are read ahead.
-    """
-    count = windows.most(n_batch_rows) + windows.n_ahead
-    return Allocation("windows", "host", count, block_nbytes(windows.window_rows * row_nbytes))
 
 
 def windows_in_sequence(n_rows: int, window_rows: int) -> EvenWindows:
@@ -189,8 +186,8 @@ def windows_in_sequence(n_rows: int, window_rows: int) -> EvenWindows:
     return EvenWindows(n_rows, window_rows, step, runs)
 
 
-class _Window:
-    """Rows of several runs, which reader threads are reading into memory."""
+class _Buffer:
+    """Memory for the rows of a window, which reader threads are filling."""
 
     def __init__(
         self,
@@ -218,12 +215,12 @@ class _Window:
         ]
 
     def find(self, rows: Rows) -> Rows:
-        """Return the positions of rows in the window, -1 for others."""
+        """Return the positions of rows in the buffer, -1 for others."""
         run = np.searchsorted(self._starts, rows, side="right") - 1
         return np.where((run >= 0) & (rows < self._stops[run]), rows + self._shifts[run], -1)
 
     def wait(self) -> ArrayStore:
-        """Return the rows of the window, once they have been read."""
+        """Return the rows of the buffer, once they have been read."""
         for read in self._reads:
             read.result()
         return self._rows
@@ -241,7 +238,7 @@ def _first_rows(runs: RowRuns, most: int) -> list[tuple[int, int]]:
 
 
 def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
-    """Yield the runs of each read of a window.
+    """Yield the runs of each read of a buffer.
 
     Each run is read separately. Runs that share a chunk of the file are read together, so that the
     chunk is decoded once.
@@ -255,19 +252,19 @@ def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
         yield Runs(*(numbers[begin:end] for numbers in runs))
 
 
-class WindowBatch:
-    """Rows that a batch needs, in windows or else in the file.
+class BufferedRows:
+    """Rows that a batch needs, in buffers or else in the file.
 
     It is the function that makes these rows.
 
     Args:
         store: The file.
-        windows: Windows that may have the rows.
+        buffers: Buffers that may have the rows.
     """
 
-    def __init__(self, store: FileStore, windows: Sequence[_Window]) -> None:
+    def __init__(self, store: FileStore, buffers: Sequence[_Buffer]) -> None:
         self._store = store
-        self._windows = windows
+        self._buffers = buffers
         self.row_shape = store.row_shape
         self.dtype = store.dtype
 
@@ -277,14 +274,14 @@ class WindowBatch:
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``. The caller has checked all arguments."""
         left = np.arange(len(rows))
-        for window in self._windows:
-            found = window.find(rows if len(left) == len(rows) else rows[left])
+        for buffer in self._buffers:
+            found = buffer.find(rows if len(left) == len(rows) else rows[left])
             is_here = found >= 0
             if len(left) == len(rows) and is_here.all():
-                window.wait().gather_unchecked(found, out)
+                buffer.wait().gather_unchecked(found, out)
                 return
             if is_here.any():
-                window.wait().gather_at(found[is_here], out, left[is_here])
+                buffer.wait().gather_at(found[is_here], out, left[is_here])
                 left = left[~is_here]
         if len(left):
             # Sources of a mixture without windows.
@@ -293,15 +290,15 @@ class WindowBatch:
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.
 
-        Each run is a part of one run of a window, or of none. The caller has checked all arguments.
+        Each run is a part of one run of a buffer, or of none. The caller has checked all arguments.
         """
         left = runs.take(np.flatnonzero(runs.lengths))
-        for window in self._windows:
-            found = window.find(left.starts)
+        for buffer in self._buffers:
+            found = buffer.find(left.starts)
             is_here = found >= 0
             if is_here.any():
                 here = Runs(found[is_here], left.lengths[is_here], left.places[is_here])
-                window.wait().gather_runs(here, out)
+                buffer.wait().gather_runs(here, out)
                 left = left.take(np.flatnonzero(~is_here))
         if len(left.starts):
             # Sources of a mixture without windows.
@@ -311,7 +308,7 @@ class WindowBatch:
 class PageCacheReadahead(ReadStrategy):
     """Strategy that gathers rows from a file and lets the kernel fill the page cache ahead.
 
-    In a block-shuffled epoch, the kernel fills the page cache window by window. In any other order,
+    In a block-shuffled epoch, the kernel reads one window ahead. In any other order,
     it reads the whole file once, in sequence. A disk reads many times faster in sequence than in
     random order, so random reads soon find their rows in the page cache.
 
@@ -319,11 +316,27 @@ class PageCacheReadahead(ReadStrategy):
         store: The rows.
     """
 
-    def __init__(self, store: ShardedStore) -> None:
-        self._store = store
+    _store: LocalFileStore
+
+    def __init__(self, store: LocalFileStore) -> None:
+        super().__init__(store)
         self._n_advised = 0
         self._stopping = False
         self._chunk_rows = store.rows_in(_ADVISED_BYTES)
+
+    @classmethod
+    def plan(cls, reads: Reads) -> Choice | None:
+        file = reads.file
+        if reads.in_sequence or not isinstance(file, LocalFileStore):
+            return None
+        reason = "read through the OS page cache, which the plan does not count, prefetched"
+        if reads.windows is not None:
+            return cls(file), f"{reason} one window ahead ({reads.buffer_problem})"
+        if not file.keep_cache or not reads.wants_whole_file:
+            return None
+        how = f"sequentially in the background{reads.page_cache_problem}"
+        advice = "a block_shuffled order allows long contiguous reads"
+        return cls(file), f"{reason} {how}; {advice}"
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
@@ -333,7 +346,7 @@ class PageCacheReadahead(ReadStrategy):
             if windows is None:
                 adviser.submit(self._advise_all)
             else:
-                cursor = WindowCursor(
+                cursor = ReadaheadCursor(
                     windows, start, stop, lambda runs: adviser.submit(self._advise, runs)
                 )
 

@@ -1,0 +1,166 @@
+"""Rows that consist of items: windows along axes and ragged rows, in terms of reads of items."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from pinfeed.memory.plan import Allocation
+from pinfeed.readahead.buffers import BufferedRows
+from pinfeed.readahead.source_reads import AxisItemWindows, RaggedWindows
+from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy, UnreadRows
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.packing import Places
+from pinfeed.rows.windows import Windows
+from pinfeed.stores.axis_windows import WindowStore
+from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.stores.ragged import RaggedParts, RaggedStore
+from pinfeed.stores.store import Array
+
+OpenRaggedBatch = Callable[[int, int], Callable[[Rows, Places | None], RaggedParts]]
+"""Takes the position of a batch and its number of rows, as ``OpenBatch``; returns its parts."""
+
+
+class AxisWindowReads(ReadStrategy):
+    """Strategy that gathers windows along axes as rows of items.
+
+    Several stores may have windows of the same items. The first one opens the strategy of the
+    items, and the others read through it, so that items are read once for all of them.
+
+    Args:
+        store: The windows.
+        views: All stores with windows of the same items, this one included.
+        items: Strategy of the items, or the first of the stores, which is opened before this one.
+    """
+
+    def __init__(
+        self,
+        store: WindowStore,
+        views: tuple[WindowStore, ...],
+        items: ReadStrategy,
+    ) -> None:
+        super().__init__(store)
+        self._windows = store
+        self._views = views
+        self._strategy = items
+        self.items = () if self._is_shared else items.items
+        # Opens batches of the items during an epoch.
+        self._open_items: OpenBatch | None = None
+
+    @contextlib.contextmanager
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        if isinstance(self._strategy, AxisWindowReads):
+            assert self._strategy._open_items is not None
+            yield self._of_items(self._strategy._open_items)
+            return
+        of_items = None if windows is None else AxisItemWindows(windows, self._views)
+        with self._strategy.open_epoch(of_items, start, stop) as open_items:
+            self._open_items = open_items
+            try:
+                yield self._of_items(open_items)
+            finally:
+                # The function keeps buffers in memory. The next epoch may have been opened early.
+                if self._open_items is open_items:
+                    self._open_items = None
+
+    @property
+    def may_open_ahead(self) -> bool:
+        return self._strategy.may_open_ahead
+
+    def close(self) -> None:
+        if not self._is_shared:
+            self._strategy.close()
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether another store of windows opens and closes the strategy of the items."""
+        return isinstance(self._strategy, AxisWindowReads)
+
+    def _of_items(self, open_items: OpenBatch) -> OpenBatch:
+        """Return the function that opens batches of windows, given that of their items."""
+        if isinstance(open_items, AnyBatch):
+            return AnyBatch(functools.partial(self._rows, open_items.make))
+        return lambda position, n: functools.partial(self._rows, open_items(position, n))
+
+    def _rows(self, make: Callable[[Rows], UnreadRows], rows: Rows) -> UnreadRows:
+        return _WindowRows(self._windows, make(self._windows.items_of(rows)), len(rows))
+
+
+class _WindowRows:
+    """Windows that a batch needs, as unread items.
+
+    Args:
+        store: The windows.
+        items: Their items, one window after the other.
+        n: Number of windows.
+    """
+
+    def __init__(self, store: WindowStore, items: UnreadRows, n: int) -> None:
+        self._store = store
+        self._items = items
+        self.shape = (n, *store.row_shape)
+        self.dtype: np.dtype[np.generic] = store.dtype
+
+    def cut(self, begin: int, end: int) -> _WindowRows:
+        """Return windows [begin, end) of these."""
+        n = len(self._store.offsets)
+        return _WindowRows(self._store, self._items.cut(begin * n, end * n), end - begin)
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
+        """Gather the windows into ``out``, step by step."""
+        self._items.read(self._store.as_items(out), check_stop)
+
+
+class RaggedReads:
+    """Method of reading ragged rows: the strategies of the parts of their items, in terms of rows.
+
+    Args:
+        store: The ragged rows.
+        parts: Strategy of each part.
+    """
+
+    def __init__(self, store: RaggedStore, parts: Sequence[ReadStrategy]) -> None:
+        self.store = store
+        self.items: tuple[Allocation, ...] = tuple(
+            itertools.chain.from_iterable(part.items for part in parts)
+        )
+        self._parts = parts
+        self._gathers = [part.run_gather() for part in parts]
+
+    @property
+    def may_open_ahead(self) -> bool:
+        """Whether the next epoch may be opened early, like ``ReadStrategy.may_open_ahead``."""
+        return all(part.may_open_ahead for part in self._parts)
+
+    @contextlib.contextmanager
+    def open_epoch(
+        self, windows: Windows | None, start: int, stop: int
+    ) -> Iterator[OpenRaggedBatch]:
+        """Serve the positions [start, stop) of an epoch, like ``ReadStrategy.open_epoch``."""
+        if windows is not None:
+            windows = RaggedWindows(windows, self.store)
+        with contextlib.ExitStack() as stack:
+            serving = [
+                stack.enter_context(part.open_epoch(windows, start, stop)) for part in self._parts
+            ]
+
+            def open_ragged(position: int, n: int) -> Callable[[Rows, Places | None], RaggedParts]:
+                # This begins to fill the next buffer.
+                opened = [serve(position, n) for serve in serving]
+                gathers = [
+                    one.gather_runs if isinstance(one, BufferedRows) else gather
+                    for one, gather in zip(opened, self._gathers, strict=True)
+                ]
+                return functools.partial(self.store.batch_parts, gathers)
+
+            yield open_ragged
+
+    def close(self) -> None:
+        """Free the memory of the strategies."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.close)

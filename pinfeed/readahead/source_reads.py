@@ -1,0 +1,321 @@
+"""Reads: facts about the reads of one file, which decide the strategy that reads its rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pinfeed.memory.pages import block_nbytes
+from pinfeed.memory.plan import Allocation
+from pinfeed.memory.units import human
+from pinfeed.rows.orders import Order, Sequential, known
+from pinfeed.rows.ranks import PerRank
+from pinfeed.rows.row_lengths import most_in_blocks
+from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run
+from pinfeed.stores.axis_windows import WindowStore
+from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.ragged import RaggedStore
+from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.store import Store
+
+# Bytes that a disk reads in sequence in the time of one random read. Measured disks gave 20,000 to
+# 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
+_SEEK_BYTES = 64 << 10
+
+
+class FreeMemory(NamedTuple):
+    """Host memory that may be used for rows of files, in bytes."""
+
+    memory: int
+    """Memory of the process."""
+    page_cache: int
+    """Page cache, which belongs to the kernel, and which all processes of a machine share."""
+    origin: str = "the free memory"
+    """Name of the page cache's bound, for the plan."""
+    mapped: tuple[LocalFileStore, ...] = ()
+    """Stores whose files are mapped, and so are already in the page cache."""
+
+    def without(self, items: Iterable[Allocation]) -> FreeMemory:
+        """Return the memory that remains after allocations."""
+        memory, page_cache, *_ = self
+        for item in items:
+            memory -= item.total * (item.place in ("host", "pinned"))
+            page_cache -= item.total * (item.place != "device")
+        return self._replace(memory=memory, page_cache=page_cache)
+
+
+_NOTHING = FreeMemory(0, 0)
+
+
+@dataclass(eq=False)
+class Reads:
+    """Facts about the reads of one file."""
+
+    file: FileStore
+    order: Any
+    """An order, or any other iterable of row indices."""
+    share: float
+    """Largest share of the file that an epoch reads, and 1 if unknown.
+
+    Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
+    read.
+    """
+    windows: Windows | None
+    """Windows of the order, as rows of the file; None if they are not worth reading."""
+    n_batch_rows: int
+    """Rows of all batches that are read at the same time."""
+    views: tuple[WindowStore, ...] = ()
+    """All windows along axes that are read; the rows of the file are their items."""
+    are_items: bool = False
+    """Whether the rows are items of ragged rows, which the order does not count."""
+    free: FreeMemory = _NOTHING
+    """Memory for this file; it is known when all files have been seen, before a strategy asks."""
+
+    @functools.cached_property
+    def in_sequence(self) -> bool:
+        """Whether the rows of a batch are consecutive.
+
+        With ``Ranks``, each rank reads whole batches of a sequential order, not every n-th row.
+        """
+        order = self.order
+        if isinstance(order, PerRank):
+            return isinstance(order.order, Sequential) and order.hand != 1
+        return isinstance(order, Sequential)
+
+    @property
+    def wants_whole_file(self) -> bool:
+        """Whether reading the whole file in sequence is faster than its rows in random order."""
+        return self.share * _SEEK_BYTES >= self.file.row_nbytes
+
+    @property
+    def may_copy(self) -> bool:
+        """Whether rows may be copied into memory before they are needed."""
+        file = self.file
+        return not (file.writable or (isinstance(file, ShardedStore) and file.overlaps))
+
+    @functools.cached_property
+    def page_cache_problem(self) -> str:
+        """Remark that a local file does not fit in the page cache; empty if it does."""
+        file = self.file
+        if not isinstance(file, LocalFileStore):
+            return ""
+        is_large = file.nbytes_beside(self.free.mapped) > self.free.page_cache
+        return f" (the file does not fit in {self.free.origin})" * is_large
+
+    @functools.cached_property
+    def buffers(self) -> Allocation | None:
+        """Memory of the buffers for rows that are read ahead; None if no windows are worth it."""
+        if self.windows is None:
+            return None
+        return buffer_allocation(self.windows, self.file.row_nbytes, self.n_batch_rows)
+
+    @functools.cached_property
+    def buffer_problem(self) -> str:
+        """Reason why rows cannot be read ahead into buffers; empty if they can, or without windows.
+
+        The kernel may still read them ahead into the page cache.
+        """
+        if self.buffers is None:
+            return ""
+        if self.file.writable:
+            return "the file is open for writing"
+        if not self.may_copy:
+            return "rows overlap, so copies would need more memory than the file"
+        left = max(0, self.free.memory)
+        if self.buffers.total <= left:
+            return ""
+        return f"read-ahead buffers need {human(self.buffers.total)}, but {human(left)} remain"
+
+    @property
+    def buffer_advice(self) -> str:
+        """Advice for windows that do not fit in buffers; empty if they do, or without windows."""
+        advice = "a larger limit or a smaller window_blocks allows read-ahead"
+        return self.buffer_problem and f"{self.buffer_problem}; {advice}"
+
+    @property
+    def least_memory(self) -> int:
+        """Memory with which rows that are slow to read are read about once in an epoch.
+
+        It is 0 if the rows need none.
+        """
+        if isinstance(self.file, LocalFileStore) or self.in_sequence:
+            return 0
+        found = [copy_allocation(self.file)] if self.share > 0.5 else []
+        found += [self.buffers] if self.buffers is not None else []
+        return min((item.total for item in found), default=0)
+
+
+def copy_allocation(file: FileStore) -> Allocation:
+    """Return the memory of a copy of all rows."""
+    return Allocation("rows of a file", "host", 1, block_nbytes(file.n_rows * file.row_nbytes))
+
+
+def buffer_allocation(windows: Windows, row_nbytes: int, n_batch_rows: int) -> Allocation:
+    """Return the memory of the buffers for the windows of a file.
+
+    The ``n_batch_rows`` rows of the batches in memory are in some, and others are read ahead.
+    """
+    count = windows.most(n_batch_rows) + windows.n_ahead
+    nbytes = block_nbytes(windows.window_rows * row_nbytes)
+    return Allocation("read-ahead buffers", "host", count, nbytes)
+
+
+def file_of(store: Store) -> FileStore | None:
+    """Return the store that reads the rows of a store from files; None if they are not in files.
+
+    For windows along axes, it is the store of their items.
+    """
+    if isinstance(store, WindowStore):
+        return file_of(store.items)
+    if isinstance(store, ChunkedStore):
+        return store.native or store
+    return store if isinstance(store, FileStore) else None
+
+
+def reads_of_rows(
+    store: Store, stores: Sequence[Store], order: Any, n_batch_rows: int
+) -> Reads | None:
+    """Return the reads of the rows of one of the stores; None if they are not in files."""
+    file = file_of(store)
+    if file is None or not file.row_nbytes:
+        return None
+    views: tuple[WindowStore, ...] = ()
+    if isinstance(store, WindowStore):
+        found = (other for other in stores if isinstance(other, WindowStore))
+        views = tuple(view for view in found if file_of(view) is file)
+    row_nbytes = sum(view.row_nbytes for view in views) or file.row_nbytes
+    share = _share(order, store.n_rows, row_nbytes, file.nbytes)
+    return Reads(file, order, share, _windows(file, order, views), n_batch_rows, views)
+
+
+def reads_of_items(store: RaggedStore, part: Store, order: Any, n_batch_rows: int) -> Reads | None:
+    """Return the reads of one part of the items of ragged rows; None if it is not in files."""
+    file = file_of(part)
+    if file is None or not file.row_nbytes:
+        return None
+    mean = store.row_lengths.mean * file.row_nbytes
+    share = _share(order, store.n_rows, mean, store.n_items * file.row_nbytes)
+    found = known(order).windows(store.n_rows, 0)
+    of_items = None if found is None else RaggedWindows(found, store)
+    return Reads(file, order, share, of_items, n_batch_rows, are_items=True)
+
+
+def _share(order: Any, n_rows: int, row_nbytes: float, nbytes: int) -> float:
+    return min(1.0, order.length(n_rows) * row_nbytes / nbytes) if isinstance(order, Order) else 1.0
+
+
+def _windows(file: FileStore, order: Any, views: tuple[WindowStore, ...]) -> Windows | None:
+    """Return the windows of an order, if its blocks are large enough to be worth a seek.
+
+    Decoding a chunk takes longer than a seek, so windows of any size are worth it for chunks.
+    """
+    found = known(order).windows(views[0].n_rows if views else file.n_rows, 0)
+    if found is not None and views:
+        found = AxisItemWindows(found, views)
+    if found is None or isinstance(file, ChunkedStore):
+        return found
+    return found if found.block_rows * file.nbytes >= _SEEK_BYTES * file.n_rows else None
+
+
+@dataclass(frozen=True)
+class RaggedWindows(WrappedWindows):
+    """Windows whose runs are items of ragged rows; windows without items are left out."""
+
+    store: RaggedStore
+
+    @functools.cached_property
+    def window_rows(self) -> int:
+        """Most items of a window: those of its longest rows or blocks, if it had them all."""
+        most = self.store.row_lengths.most_elements(self.windows.window_rows)
+        if self.windows.n_blocks:
+            blocks = self.windows.n_blocks, self.windows.block_rows
+            most = min(most, most_in_blocks(self.store.offsets, *blocks))
+        return most
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        offsets = self.store.offsets
+        for window in self.windows.needed(start, stop):
+            found = [(offsets.item(a), offsets.item(b)) for a, b in window.runs]
+            runs = [(a, b) for a, b in found if a < b]
+            if runs:
+                yield window._replace(runs=runs)
+
+
+@dataclass(frozen=True)
+class AxisItemWindows(WrappedWindows):
+    """Windows of rows of an order as windows of the items of these rows."""
+
+    n_blocks = 0
+
+    stores: tuple[WindowStore, ...]
+    """Stores of the same items, whose rows are read together."""
+
+    @functools.cached_property
+    def window_rows(self) -> int:
+        first = self.stores[0]
+        most = sum(self._most_items(store, store.extent) for store in self.stores)
+        if all(store.has_steps_of(first) for store in self.stores):
+            # Rows are at the same distance from each other in all stores.
+            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
+            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
+            most = min(most, self._most_items(first, max(ends) - min(begins)))
+        n_rows = self.windows.window_rows
+        for window in itertools.islice(self.windows.needed(0, 1), 1):
+            # Short runs of a selection may be so close together that their windows overlap. The
+            # first window stands for all, and others may have half as many overlaps. The items that
+            # memory cannot hold are read with their batches.
+            n_items = _n_rows(self._item_runs(window.runs))
+            most = min(most, 2 * n_items * n_rows // _n_rows(window.runs))
+        return min(first.items.n_rows, most)
+
+    @property
+    def block_rows(self) -> int:
+        return usual_run(self)
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for window in self.windows.needed(start, stop):
+            yield window._replace(runs=self._item_runs(window.runs))
+
+    def _item_runs(self, runs: Sequence[Interval]) -> list[Interval]:
+        """Return the items of rows as runs [start, stop), in ascending order."""
+        rows = np.concatenate([np.arange(*run) for run in runs])
+        starts = np.concatenate([store.first_items(rows) for store in self.stores])
+        stops = starts + np.repeat([store.extent for store in self.stores], len(rows))
+        order = np.argsort(starts)
+        starts = starts[order]
+        stops = np.maximum.accumulate(stops[order])
+        is_first = np.concatenate(([True], starts[1:] > stops[:-1]))
+        begins = np.flatnonzero(is_first)
+        ends = np.append(begins[1:], len(starts)) - 1
+        return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
+
+    def _most_items(self, store: WindowStore, extent: int) -> int:
+        """Return the most items of a window, if no run of rows is shorter than usual.
+
+        Args:
+            store: Store of the rows.
+            extent: Items from the first one of a row to the last one, both included.
+        """
+        n_rows = self.windows.window_rows
+        kept = [part for part in store.parts if part.n_windows]
+        most = min(n_rows * extent, max(part.n_items for part in kept) * len(kept))
+        if len(kept[0].axes) == 1:
+            # Consecutive rows overlap, up to the end of the axis, or of a run. A run may begin and
+            # end within the axis, and so has one piece more than whole axes.
+            (axis,) = kept[0].axes.values()
+            n_along = min(part.counts[-1] for part in kept)
+            n_runs = n_rows // max(1, self.windows.block_rows) + 2
+            n_pieces = 2 * n_runs + n_rows // n_along
+            most = min(most, n_rows * axis.step + n_pieces * extent)
+        return most
+
+
+def _n_rows(runs: Sequence[Interval]) -> int:
+    return sum(stop - start for start, stop in runs)
