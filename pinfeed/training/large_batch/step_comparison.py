@@ -30,7 +30,6 @@ from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
-from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_result import (
     StepResult,
     norm_of,
@@ -40,6 +39,7 @@ from pinfeed.training.large_batch.step_result import (
     run_step,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
+from pinfeed.training.large_batch.whole_steps import recomputed
 from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors
 

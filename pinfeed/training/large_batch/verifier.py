@@ -15,7 +15,6 @@ from torch import nn
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import n_samples, sample_shapes_and_dtypes, select_samples
-from pinfeed.training.large_batch.chunked_gradients import AccumulationHook
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
 from pinfeed.training.large_batch.step_result import in_float64
 from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
@@ -102,7 +101,11 @@ class Verifier:
     def _find_problem(
         self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any
     ) -> str:
-        if strategy != "checkpoint" and (name := _name_of_hooked_parameter(spec)):
+        if name := _name_of_hooked_parameter(spec):
+            if strategy == "checkpoint":
+                # The hooks run once, as in the plain step. A comparison would run them too, and
+                # they may change the parameters, as an optimizer in the backward pass does.
+                return ""
             runs = "would run once for each chunk, not once for the batch"
             return f"the hooks of the parameter {name!r} {runs}"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
@@ -143,11 +146,13 @@ def _find_difference(
             return problem, own.has_drawn
     with contextlib.suppress(Exception), in_float64(spec.modules):
         wide = StepComparison(spec, strategy, _in_float64(samples), n)
-        problem = wide.difference()[0]
-        if not problem.startswith(PLAIN_FAILS) and (wide.has_loss or not own.has_loss):
-            return problem, wide.has_drawn
-    # The step fails in float64, so its own dtype decides, unless the rounding hides differences.
-    return own.difference()[0] or problem, own.has_drawn
+        found = wide.difference()[0]
+        if not found.startswith(PLAIN_FAILS) and (wide.has_loss or not own.has_loss):
+            return found, wide.has_drawn
+    # The step fails in float64, so its own dtype decides.
+    problem = problem or own.difference()[0]
+    hidden = "the model does not run in float64, and the rounding of its dtype may hide differences"
+    return problem or hidden, own.has_drawn
 
 
 def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
@@ -221,9 +226,6 @@ def _name_of_hooked_parameter(spec: StepSpec) -> str:
     """Return the name of a parameter that has the user's hooks; "" if there is none."""
     for module in spec.modules:
         for name, p in module.named_parameters():
-            hooks: list[Any] = []
-            for registered in (p._backward_hooks, p._post_accumulate_grad_hooks):
-                hooks += registered.values() if registered else ()
-            if p.requires_grad and any(not isinstance(hook, AccumulationHook) for hook in hooks):
+            if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
                 return name
     return ""
