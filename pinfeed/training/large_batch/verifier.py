@@ -101,11 +101,7 @@ class Verifier:
     def _find_problem(
         self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any
     ) -> str:
-        if name := _name_of_hooked_parameter(spec):
-            if strategy == "checkpoint":
-                # The hooks run once, as in the plain step. A comparison would run them too, and
-                # they may change the parameters, as an optimizer in the backward pass does.
-                return ""
+        if strategy != "checkpoint" and (name := _name_of_hooked_parameter(spec)):
             runs = "would run once for each chunk, not once for the batch"
             return f"the hooks of the parameter {name!r} {runs}"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
@@ -119,7 +115,8 @@ class Verifier:
         kind = spec.device.type
         with spec.context():
             is_in_autocast = torch.is_autocast_enabled(kind)
-        with _full_precision(kind), torch.autocast(kind, enabled=False):
+        without_autocast = torch.autocast(kind, enabled=False)
+        with _full_precision(kind), without_autocast, _without_hooks(spec):
             problem, has_drawn = _find_difference(spec, strategy, samples, n, is_in_autocast)
         if has_drawn:
             self._drawing_modes.add(spec.training_modes)
@@ -220,6 +217,22 @@ def _full_precision(device_type: str) -> Iterator[None]:
     finally:
         for setting, is_allowed in before:
             setting.allow_tf32 = is_allowed
+
+
+@contextlib.contextmanager
+def _without_hooks(spec: StepSpec) -> Iterator[None]:
+    """Run no hooks of parameters, which may be those of an optimizer in the backward pass."""
+    every: list[dict[int, Any]] = []
+    for p in spec.parameters:
+        every += filter(None, (p._backward_hooks, p._post_accumulate_grad_hooks))
+    before = [dict(hooks) for hooks in every]
+    for hooks in every:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in zip(every, before, strict=True):
+            hooks.update(kept)
 
 
 def _name_of_hooked_parameter(spec: StepSpec) -> str:

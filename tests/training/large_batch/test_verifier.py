@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from support.equivalence_models import Average
 from torch import nn
 from torch.nn import functional
 
@@ -42,6 +43,18 @@ def test_auto_refuses_what_rounding_may_hide() -> None:
         pytest.raises(ArgumentError, match="the rounding of its dtype may hide differences"),
     ):
         big.backward(X, Y)
+
+
+def test_recomputation_is_compared_without_the_hooks_of_parameters() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Average(False), nn.Linear(8, 8), nn.Linear(8, 5))
+    called = []
+    model[0].weight.register_hook(lambda gradient: called.append(gradient))
+    with (
+        BigBatch(model, functional.cross_entropy, strategy="checkpoint") as big,
+        pytest.warns(UserWarning, match="does not give the gradients of the plain step"),
+    ):
+        big.backward(X, Y)
+    assert len(called) == 1
 
 
 def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
