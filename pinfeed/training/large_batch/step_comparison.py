@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +60,12 @@ _OUTPUT_BYTES = 16 << 20
 
 Samples = tuple[Any, Any]
 """Inputs and targets."""
+
+
+def largest_rounding(spec: StepSpec, by_dtype: Mapping[torch.dtype, float]) -> float:
+    """Return the largest difference that the rounding of a parameter's dtype explains."""
+    usual = by_dtype[torch.float32]
+    return max((by_dtype.get(p.dtype, usual) for p in spec.parameters), default=usual)
 
 
 class _DifferenceFound(Exception):
@@ -106,8 +112,7 @@ class StepComparison:
         self._random = rng_state.capture()
         self.has_drawn = False
         self.has_loss = False
-        limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
-        self._limit = max(limits, default=ROUNDING[torch.float32])
+        self._limit = largest_rounding(spec, ROUNDING)
 
     def difference(self) -> tuple[str, float]:
         """Return a difference as a clause, and its relative size; "" and 0 if there is none."""

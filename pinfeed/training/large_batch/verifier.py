@@ -219,26 +219,24 @@ def _full_precision(device_type: str) -> Iterator[None]:
             setting.allow_tf32 = is_allowed
 
 
+def _hooks_of(p: nn.Parameter) -> list[dict[int, Any]]:
+    return [hooks for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+
+
+def _name_of_hooked_parameter(spec: StepSpec) -> str:
+    """Return the name of a parameter that has hooks; "" if there is none."""
+    named = (pair for module in spec.modules for pair in module.named_parameters())
+    return next((name for name, p in named if p.requires_grad and _hooks_of(p)), "")
+
+
 @contextlib.contextmanager
 def _without_hooks(spec: StepSpec) -> Iterator[None]:
     """Run no hooks of parameters, which may be those of an optimizer in the backward pass."""
-    every: list[dict[int, Any]] = []
-    for p in spec.parameters:
-        every += filter(None, (p._backward_hooks, p._post_accumulate_grad_hooks))
-    before = [dict(hooks) for hooks in every]
-    for hooks in every:
+    every = [(hooks, dict(hooks)) for p in spec.parameters for hooks in _hooks_of(p)]
+    for hooks, _ in every:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, kept in zip(every, before, strict=True):
+        for hooks, kept in every:
             hooks.update(kept)
-
-
-def _name_of_hooked_parameter(spec: StepSpec) -> str:
-    """Return the name of a parameter that has the user's hooks; "" if there is none."""
-    for module in spec.modules:
-        for name, p in module.named_parameters():
-            if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
-                return name
-    return ""
