@@ -45,7 +45,7 @@ def test_auto_refuses_what_rounding_may_hide() -> None:
         big.backward(X, Y)
 
 
-def test_recomputation_is_compared_without_the_hooks_of_parameters() -> None:
+def test_recomputation_is_compared_without_hooks() -> None:
     model = nn.Sequential(nn.Linear(6, 8), Average(False), nn.Linear(8, 8), nn.Linear(8, 5))
     called = []
     model[0].weight.register_hook(lambda gradient: called.append(gradient))
