@@ -99,7 +99,7 @@ class MemoryPredictor:
         return found
 
     def fits(self, strategy: str, n: int) -> bool:
-        """Return whether a strategy that computes ``n`` samples at once fits, as far as known."""
+        """Return whether a strategy that computes ``n`` samples at once is known to fit."""
         try:
             step = self._estimator.at(
                 n, _checkpoint_step if strategy == "checkpoint" else plain_step
