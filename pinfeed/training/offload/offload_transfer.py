@@ -235,7 +235,8 @@ class OffloadTransfer:
         self._unsent_bytes += piece.nbytes
         self._saved_bytes += piece.nbytes
         to_come = max(0, self._expected_bytes - self._saved_bytes)
-        for position, nbytes in list(self._unsent.items()):
+        while self._unsent:
+            position, nbytes = next(iter(self._unsent.items()))
             if self._unsent_bytes - nbytes + to_come <= self._limit:
                 break
             self._drop_unsent(position)
