@@ -28,11 +28,7 @@ from pinfeed.training.large_batch.batches import (
 from pinfeed.training.large_batch.chunked_gradients import RecomputedChunks
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
-from pinfeed.training.large_batch.strategy_choice import (
-    STRATEGIES,
-    StrategyChoice,
-    choose_strategy,
-)
+from pinfeed.training.large_batch.strategy_choice import StrategyChoice, choose_strategy
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.large_batch.whole_steps import WholeSteps
 from pinfeed.training.memory_model.tensor_specs import to_device
@@ -126,10 +122,9 @@ class BatchForward:
     def _decide(self, model: nn.Module, n: int, inputs: Any, optimizer: Any) -> StrategyChoice:
         spec = _spec_of_outputs(model)
         self._check_strategy(spec, inputs)
-        unknown: dict[str, int | None] = dict.fromkeys(STRATEGIES)
         if self._strategy not in ("auto", "two_pass"):
             why = f"strategy={self._strategy!r} was given"
-            return StrategyChoice(self._strategy, n, why, unknown)  # type: ignore[arg-type]
+            return StrategyChoice(self._strategy, n, why)  # type: ignore[arg-type]
         try:
             predictor = None
             if self._chunk_size is None:
@@ -142,9 +137,9 @@ class BatchForward:
                 size = predictor.chunk_size("two_pass", n)
         except EstimateError as error:
             warn(f"the whole batch is computed at once, because {error}", 7)
-            return StrategyChoice("plain", n, "its memory cannot be predicted", unknown)
+            return StrategyChoice("plain", n, "its memory cannot be predicted")
         assert size is not None
-        return StrategyChoice("two_pass", min(n, size), "strategy='two_pass' was given", unknown)
+        return StrategyChoice("two_pass", min(n, size), "strategy='two_pass' was given")
 
     def _check_strategy(self, spec: StepSpec, inputs: Any) -> None:
         """Refuse, or warn about, a strategy that gives other gradients than the plain step."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.step_comparison import ROUNDING
+from pinfeed.training.large_batch.step_comparison import ROUNDING, largest_rounding
 from pinfeed.training.large_batch.step_result import (
     StepResult,
     norm_of,
@@ -114,6 +114,5 @@ def _check_of(
         relative_error(want.loss, got.loss),
         max(buffers, default=0.0),
     )
-    limits = [_ROUNDING.get(p.dtype, _ROUNDING[torch.float32]) for p in spec.parameters]
-    is_exact = max(errors) <= max(limits, default=_ROUNDING[torch.float32])
+    is_exact = max(errors) <= largest_rounding(spec, _ROUNDING)
     return Check(strategy, *errors, is_exact=is_exact, has_fixed_numbers=is_fixed)

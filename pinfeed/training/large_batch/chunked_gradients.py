@@ -4,30 +4,68 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.loader_feeder import LoaderFeeder
+from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.tensors import rng_state
+from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.batches import Chunk, Chunks
-from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec
+from pinfeed.training.large_batch.whole_steps import buffers_of, replayed_buffers
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 
 
-class AccumulationHook:
-    """Parameter hook that records the parameters that have received their gradients."""
+class ChunkStream:
+    """Copies the chunks of one batch after another to the device, one chunk ahead.
 
-    def __init__(self) -> None:
-        self.parameters: set[nn.Parameter] = set()
+    It is the loader of its own feeder.
 
-    def __call__(self, parameter: nn.Parameter) -> None:
-        self.parameters.add(parameter)
+    Args:
+        spec: The model and the loss, used to count the loss terms of a chunk.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        self._batch: Any = None
+        self._size = 1
+        self._feeder: LoaderFeeder[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = self._batch
+        size = self._size
+        for start in range(0, batches.n_samples(batch), size):
+            yield batches.slice_samples(batch, start, start + size)
+
+    def chunks(self, inputs: Any, targets: Any, size: int) -> Chunks:
+        """Yield the chunks of a batch, which may be on the host or on the device."""
+        if self._feeder is None:
+            self._feeder = wrap_loader(self, device=self._spec.device, depth=1)
+        self._batch = (inputs, targets)
+        self._size = size
+        source: Any = iter(self._feeder)
+        try:
+            starts = range(0, batches.n_samples(inputs), size)
+            for start, (x, y) in zip(starts, source, strict=True):
+                # Terms are counted in the caller's targets, because reading a count from the
+                # device would wait for it.
+                own_targets = batches.slice_samples(targets, start, start + size)
+                yield Chunk(x, y, self._spec.count_terms(x, own_targets))
+        finally:
+            source.close()
+            self._batch = None
+
+    def close(self) -> None:
+        """End the reader thread and free page-locked memory. Further calls do nothing."""
+        if self._feeder is not None:
+            self._feeder.close()
 
 
 class GradientAccumulator:
@@ -44,7 +82,6 @@ class GradientAccumulator:
     def __init__(self, spec: StepSpec) -> None:
         self._spec = spec
         self._parameters = spec.parameters
-        self._hook = AccumulationHook()
         self.n_halved = 0
 
     def run(self, chunks: Chunks, total: float | None) -> torch.Tensor:
@@ -78,34 +115,29 @@ class GradientAccumulator:
     def _add_up(self, chunks: Iterable[Chunk], total: float) -> torch.Tensor:
         self._n_terms = 0.0
         loss = None
-        hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._parameters]
-        try:
-            for chunk in chunks:
-                chunk_loss = self._backward(chunk, total, None)
-                loss = chunk_loss if loss is None else loss + chunk_loss
-                self._n_terms += chunk.n_terms
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for chunk in chunks:
+            chunk_loss = self._backward(chunk, total, self._parameters)
+            loss = chunk_loss if loss is None else loss + chunk_loss
+            self._n_terms += chunk.n_terms
         if loss is None:
             raise ArgumentError("the batch is empty; expected at least one sample")
         return loss
 
-    def _backward(
-        self, chunk: Chunk, total: float, wanted: list[nn.Parameter] | None
-    ) -> torch.Tensor:
-        """Add the gradients of a chunk to the wanted parameters; None for all parameters."""
+    def _backward(self, chunk: Chunk, total: float, wanted: list[nn.Parameter]) -> torch.Tensor:
+        """Add the gradients of a chunk to the wanted parameters."""
         if self._spec.reduction == "mean" and not chunk.n_terms:
             # The mean of no terms is NaN, so such a chunk is left out.
             return torch.zeros((), device=self._parameters[0].device)
-        self._hook.parameters.clear()
+        before = [(p.grad, _version_of(p.grad)) for p in wanted]
         state = rng_state.capture()
         try:
             loss = self._spec.forward(chunk.inputs, chunk.targets)
             if self._spec.reduction == "mean":
                 loss = loss * (chunk.n_terms / total)
-            if wanted is None or wanted:
-                self._spec.scale(loss).backward(inputs=wanted)
+            if wanted:
+                # Without ``inputs``, other leaves get gradients, too, such as tensors of the loss.
+                inputs = None if wanted is self._parameters else wanted
+                self._spec.scale(loss).backward(inputs=inputs)
             return loss.detach()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or batches.n_samples(chunk.inputs) == 1:
@@ -113,8 +145,11 @@ class GradientAccumulator:
         release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1
-        candidates = self._parameters if wanted is None else wanted
-        missing = [p for p in candidates if p not in self._hook.parameters]
+        missing = [
+            p
+            for p, (gradient, version) in zip(wanted, before, strict=True)
+            if p.grad is gradient and _version_of(gradient) == version
+        ]
         n = batches.n_samples(chunk.inputs)
         losses = []
         for start, stop in ((0, n // 2), (n // 2, n)):
@@ -201,6 +236,10 @@ def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any
     spec.scale(loss).backward()
     recomputed.backward([getattr(leaf, "grad", None) for leaf in held])
     return loss.detach()
+
+
+def _version_of(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else version_of(gradient)
 
 
 def _backward_rows(

@@ -15,12 +15,12 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.units import human
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import sample_spec_of
-from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import batch_norms, device_of
+from pinfeed.training.large_batch.whole_steps import recomputed
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import map_tensors
-from pinfeed.training.memory_model.training_step import Step, StepRun, bytes_on_device, plain_step
+from pinfeed.training.memory_model.training_step import StepRun, bytes_on_device, plain_step
 
 _N_AHEAD = 2
 """Chunks on the device in addition to the current one."""
@@ -70,8 +70,6 @@ class MemoryPredictor:
         self.limit = self._host_limit if limit is None else limit
         specs = [one for one in (self._estimator.inputs, self._estimator.targets) if one]
         self._ahead_nbytes = _N_AHEAD * sum(sum(one.nbytes) for one in specs)
-        self.why_not = ""
-        """Reason why the last prediction was not possible."""
         # Normalization needs two samples, because a single one has no variance.
         self._least = 2 if batch_norms(model) else 1
 
@@ -84,12 +82,12 @@ class MemoryPredictor:
         """
 
         def need(size: int) -> int:
-            nbytes = self.bytes_of(strategy, n or size, max(size, self._least))
-            if nbytes is None:
-                raise EstimateError(f"{self.why_not}; or give chunk_size=, which needs no estimate")
-            return nbytes
+            return self._bytes_of_chunks(strategy, n or size, max(size, self._least))
 
-        found = largest_that_fits(need, self.limit, n)
+        try:
+            found = largest_that_fits(need, self.limit, n)
+        except EstimateError as reason:
+            raise EstimateError(f"{reason}; or give chunk_size=, which needs no estimate") from None
         if not found:
             is_gpu = self._estimator.device == "cuda"
             error = NotEnoughGPUMemory if is_gpu else NotEnoughCPUMemory
@@ -100,36 +98,30 @@ class MemoryPredictor:
             )
         return found
 
-    def bytes_of(self, strategy: str, n: int, chunk_size: int) -> int | None:
-        """Return the device memory of a strategy; None if it cannot be predicted.
-
-        Args:
-            strategy: The strategy.
-            n: Samples of the batch.
-            chunk_size: Samples of a chunk.
-        """
-        steps: dict[str, Step] = {
-            "plain": plain_step,
-            "accumulate": _accumulate_step,
-            "two_pass": functools.partial(_two_pass_step, chunk_size=chunk_size),
-            "checkpoint": _checkpoint_step,
-        }
-        size = min(n, chunk_size) if strategy == "accumulate" else n
-        is_in_chunks = strategy in ("accumulate", "two_pass")
-        ahead = min(n, chunk_size) * self._ahead_nbytes if is_in_chunks else 0
+    def fits(self, strategy: str, n: int) -> bool:
+        """Return whether a strategy that computes ``n`` samples at once is known to fit."""
         try:
-            if strategy == "offload":
-                plain = self._estimator.at(size)
-                return plain.nbytes - plain.breakdown["activations"]
-            return self._estimator.at(size, steps[strategy]).nbytes + ahead
-        except EstimateError as error:
-            self.why_not = str(error)
-            return None
+            step = self._estimator.at(
+                n, _checkpoint_step if strategy == "checkpoint" else plain_step
+            )
+        except EstimateError:
+            return False
+        if strategy != "offload":
+            return step.nbytes <= self.limit
+        activations = step.breakdown["activations"]
+        is_gpu = self._estimator.device == "cuda"
+        return (
+            is_gpu and activations <= self._host_limit and step.nbytes - activations <= self.limit
+        )
 
-    def fits_on_host(self, n: int) -> bool:
-        """Return whether the activations of ``n`` samples can leave a GPU for host memory."""
-        activations = self._estimator.at(n).breakdown["activations"]
-        return self._estimator.device == "cuda" and activations <= self._host_limit
+    def _bytes_of_chunks(self, strategy: str, n: int, chunk_size: int) -> int:
+        """Return the device memory of a batch of ``n`` samples that is computed in chunks."""
+        size = min(n, chunk_size)
+        if strategy == "accumulate":
+            step = self._estimator.at(size, _accumulate_step)
+        else:
+            step = self._estimator.at(n, functools.partial(_two_pass_step, chunk_size=size))
+        return step.nbytes + size * self._ahead_nbytes
 
 
 def _accumulate_step(run: StepRun, batch_size: int) -> Any:

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tabulate import tabulate
-
 from pinfeed.errors import ArgumentError
-from pinfeed.memory.units import human
 from pinfeed.training.large_batch.batches import n_samples
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
-from pinfeed.training.large_batch.recompute import can_be_recomputed
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
 from pinfeed.training.large_batch.verifier import Verifier
+from pinfeed.training.large_batch.whole_steps import can_be_recomputed
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
@@ -44,27 +41,17 @@ class StrategyChoice:
         strategy: Name of the strategy.
         chunk_size: Samples that are computed at a time.
         why: Reason for the choice, as a sentence.
-        device_bytes: Predicted memory of each strategy that was considered, on the device of the
-            model, in bytes; None if the prediction failed.
     """
 
     strategy: Strategy
     chunk_size: int
     why: str
-    device_bytes: dict[str, int | None]
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        sentence = f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"
-        if not any(self.device_bytes.values()):
-            return sentence
-        rows = [
-            (name, "?" if nbytes is None else human(nbytes))
-            for name, nbytes in self.device_bytes.items()
-        ]
-        return f"{sentence}\n{tabulate(rows, headers=('strategy', 'memory'))}"
+        return f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"
 
 
 def is_in_chunks(chosen: StrategyChoice, n: int | None) -> bool:
@@ -96,14 +83,10 @@ def choose_strategy(
     if predictor is None and chunk_size is None:
         raise ArgumentError(SIZE_IS_UNKNOWN)
     n = n_samples(batch[0])
-    device_bytes: dict[str, int | None] = {}
     problems: dict[str, str] = {}
 
-    def fits(strategy: Strategy, size: int = n) -> bool:
-        """Predict the device memory of a strategy, and return whether it is within the limit."""
-        nbytes = None if predictor is None else predictor.bytes_of(strategy, n, size)
-        device_bytes[strategy] = nbytes
-        return predictor is not None and nbytes is not None and nbytes <= predictor.limit
+    def fits(strategy: Strategy) -> bool:
+        return predictor is not None and predictor.fits(strategy, n)
 
     def is_right(strategy: Strategy) -> bool:
         if problem := verifier.problem_of(strategy, spec, *batch):
@@ -111,7 +94,7 @@ def choose_strategy(
         return not problem
 
     if (chunk_size is not None and chunk_size >= n) or fits("plain"):
-        return StrategyChoice("plain", n, "the whole batch fits in memory", device_bytes)
+        return StrategyChoice("plain", n, "the whole batch fits in memory")
     norms = batch_norms(spec.model)
     for strategy in CHUNK_STRATEGIES if spec.reduction else CHUNK_STRATEGIES[1:]:
         if norms:
@@ -122,17 +105,13 @@ def choose_strategy(
             size = predictor.chunk_size(strategy, n)
         assert size is not None
         if is_right(strategy):
-            # The size may be the user's, so it is used even if it does not fit.
-            fits(strategy, size)
-            why = _why_chunks(strategy, problems)
-            return StrategyChoice(strategy, min(size, n), why, device_bytes)
+            return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
     why = f"chunks do not give its gradients ({_described(problems)}) and"
-    if fits("offload") and predictor is not None and predictor.fits_on_host(n):
-        why = f"{why} its activations fit in host memory"
-        return StrategyChoice("offload", n, why, device_bytes)
+    if fits("offload"):
+        return StrategyChoice("offload", n, f"{why} its activations fit in host memory")
     if can_be_recomputed(spec.model) and fits("checkpoint") and is_right("checkpoint"):
         why = f"{why} the whole batch fits if parts of the model are recomputed"
-        return StrategyChoice("checkpoint", n, why, device_bytes)
+        return StrategyChoice("checkpoint", n, why)
     raise _no_strategy(n, problems)
 
 

@@ -17,8 +17,11 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch import batches
-from pinfeed.training.large_batch.chunk_stream import ChunkStream
-from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
+from pinfeed.training.large_batch.chunked_gradients import (
+    ChunkStream,
+    GradientAccumulator,
+    backward_two_pass,
+)
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, gradient_transaction
@@ -142,7 +145,7 @@ class StrategyRunner:
         size = min(n, chunk_size) if strategy in CHUNK_STRATEGIES else n
         if size < n and (norms := batch_norms(self._spec.model)):
             _warn(strategy, _normalizes_chunks(norms, size))
-        return StrategyChoice(strategy, size, f"strategy={strategy!r} was given", {})
+        return StrategyChoice(strategy, size, f"strategy={strategy!r} was given")
 
     def run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
@@ -162,7 +165,7 @@ class StrategyRunner:
             batch = inputs, targets
             strategy = choose_strategy(self._spec, batch, size, None, self._verifier).strategy
         why = "more samples did not fit in memory"
-        smaller = StrategyChoice(strategy, size, why, chosen.device_bytes)
+        smaller = StrategyChoice(strategy, size, why)
         self.chosen = self._keep(self._key_of(inputs, targets), smaller)
         return self.run(self.chosen, inputs, targets)
 
@@ -194,7 +197,7 @@ class StrategyRunner:
             self._check_reduction("accumulate")
             size = self._chunk_size("accumulate", None, inputs, targets)
             why = "the batches of a source arrive one by one"
-            chosen = StrategyChoice("accumulate", size, why, {})
+            chosen = StrategyChoice("accumulate", size, why)
         problem = ""
         if norms := batch_norms(self._spec.model):
             problem = _normalizes_chunks(norms, chosen.chunk_size)

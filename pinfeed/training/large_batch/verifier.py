@@ -15,7 +15,6 @@ from torch import nn
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import n_samples, sample_shapes_and_dtypes, select_samples
-from pinfeed.training.large_batch.chunked_gradients import AccumulationHook
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
 from pinfeed.training.large_batch.step_result import in_float64
 from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
@@ -116,7 +115,8 @@ class Verifier:
         kind = spec.device.type
         with spec.context():
             is_in_autocast = torch.is_autocast_enabled(kind)
-        with _full_precision(kind), torch.autocast(kind, enabled=False):
+        without_autocast = torch.autocast(kind, enabled=False)
+        with _full_precision(kind), without_autocast, _without_hooks(spec):
             problem, has_drawn = _find_difference(spec, strategy, samples, n, is_in_autocast)
         if has_drawn:
             self._drawing_modes.add(spec.training_modes)
@@ -143,11 +143,13 @@ def _find_difference(
             return problem, own.has_drawn
     with contextlib.suppress(Exception), in_float64(spec.modules):
         wide = StepComparison(spec, strategy, _in_float64(samples), n)
-        problem = wide.difference()[0]
-        if not problem.startswith(PLAIN_FAILS) and (wide.has_loss or not own.has_loss):
-            return problem, wide.has_drawn
-    # The step fails in float64, so its own dtype decides, unless the rounding hides differences.
-    return own.difference()[0] or problem, own.has_drawn
+        found = wide.difference()[0]
+        if not found.startswith(PLAIN_FAILS) and (wide.has_loss or not own.has_loss):
+            return found, wide.has_drawn
+    # The step fails in float64, so its own dtype decides.
+    problem = problem or own.difference()[0]
+    hidden = "the model does not run in float64, and the rounding of its dtype may hide differences"
+    return problem or hidden, own.has_drawn
 
 
 def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
@@ -217,13 +219,24 @@ def _full_precision(device_type: str) -> Iterator[None]:
             setting.allow_tf32 = is_allowed
 
 
+def _hooks_of(p: nn.Parameter) -> list[dict[int, Any]]:
+    return [hooks for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+
+
 def _name_of_hooked_parameter(spec: StepSpec) -> str:
-    """Return the name of a parameter that has the user's hooks; "" if there is none."""
-    for module in spec.modules:
-        for name, p in module.named_parameters():
-            hooks: list[Any] = []
-            for registered in (p._backward_hooks, p._post_accumulate_grad_hooks):
-                hooks += registered.values() if registered else ()
-            if p.requires_grad and any(not isinstance(hook, AccumulationHook) for hook in hooks):
-                return name
-    return ""
+    """Return the name of a parameter that has hooks; "" if there is none."""
+    named = (pair for module in spec.modules for pair in module.named_parameters())
+    return next((name for name, p in named if p.requires_grad and _hooks_of(p)), "")
+
+
+@contextlib.contextmanager
+def _without_hooks(spec: StepSpec) -> Iterator[None]:
+    """Run no hooks of parameters, which may be those of an optimizer in the backward pass."""
+    every = [(hooks, dict(hooks)) for p in spec.parameters for hooks in _hooks_of(p)]
+    for hooks, _ in every:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in every:
+            hooks.update(kept)

@@ -1,18 +1,31 @@
-"""WholeSteps: contexts of steps that compute a whole batch at once."""
+"""WholeSteps: steps that compute a whole batch at once, with less memory for activations.
+
+Recomputed parts of a model keep only their inputs, and run again in the backward pass. Offloaded
+activations wait in host memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.offload.offload import Offload
+
+_LEAST_PARTS = 2
+"""Smallest number of parts of a container; recomputing fewer saves no memory."""
+
+Buffers = list[tuple[nn.Module, dict[str, Any]]]
+"""Modules, and copies of their buffers by name."""
 
 
 class WholeSteps:
@@ -45,3 +58,108 @@ class WholeSteps:
         """Free page-locked memory. Further calls do nothing."""
         if self._offload is not None:
             self._offload.close()
+
+
+@contextlib.contextmanager
+def recomputed(model: nn.Module) -> Iterator[None]:
+    """Make backward passes recompute parts of the model whose forward pass runs in this context.
+
+    Blocks of a ModuleList are recomputed one by one, modules of a Sequential several at a time.
+    """
+    changed: list[nn.Module] = []
+    try:
+        for container in _containers(model):
+            if _is_sequential(container):
+                _replace_forward(container, functools.partial(_in_segments, container), changed)
+            else:
+                for block in container.children():
+                    forward = functools.partial(_checkpointed, [block], block.forward)
+                    _replace_forward(block, forward, changed)
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["forward"]
+
+
+def can_be_recomputed(model: nn.Module) -> bool:
+    """Return whether the model has parts whose recomputation saves memory."""
+    return any(True for _ in _containers(model))
+
+
+def _containers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost lists of modules."""
+    is_list = _is_sequential(module) or isinstance(module, nn.ModuleList)
+    if is_list and len(module) >= _LEAST_PARTS:  # type: ignore[arg-type]
+        yield module
+        return
+    for child in module.children():
+        yield from _containers(child)
+
+
+def _is_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Return whether the module runs its children one after the other, and nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _replace_forward(
+    module: nn.Module, forward: Callable[..., Any], changed: list[nn.Module]
+) -> None:
+    if "forward" not in module.__dict__:
+        module.__dict__["forward"] = forward
+        changed.append(module)
+
+
+def _in_segments(sequential: nn.Sequential, x: Any) -> Any:
+    # A module that occurs twice in the list runs twice.
+    modules = list(sequential)
+    n_segments = max(1, round(math.sqrt(len(modules))))
+    size = -(-len(modules) // n_segments)
+    for i in range(0, len(modules), size):
+        segment = modules[i : i + size]
+        x = _checkpointed(segment, functools.partial(_one_by_one, segment), x)
+    return x
+
+
+def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def _checkpointed(
+    modules: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run ``forward``, and let the backward pass run it again from the same buffers."""
+    before = buffers_of(modules)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return contextlib.nullcontext(), replayed_buffers(before)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def buffers_of(modules: Sequence[nn.Module]) -> Buffers:
+    """Copy all buffers: running statistics, vectors of a power iteration, counters."""
+    every = {id(one): one for module in modules for one in module.modules() if one._buffers}
+    return [(one, _copies(one._buffers)) for one in every.values()]
+
+
+@contextlib.contextmanager
+def replayed_buffers(before: Buffers) -> Iterator[None]:
+    """Run a computation again from the buffers ``before``, without a lasting effect on buffers.
+
+    The block works on copies. At its end, the buffers have the values from its beginning, which
+    are those that the first computation left.
+    """
+    now = [dict(module._buffers) for module, _ in before]
+    for module, values in before:
+        module._buffers.update(_copies(values))
+    try:
+        yield
+    finally:
+        for (module, _), buffers in zip(before, now, strict=True):
+            module._buffers.update(buffers)
+
+
+def _copies(buffers: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value is None else value.clone() for name, value in buffers.items()}

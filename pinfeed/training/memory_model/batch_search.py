@@ -98,13 +98,11 @@ class BatchSearch:
             raise refusal(self._budget(step, 0, probe.limit), one_read)
         found = probe.find(one_read, n_reads * one_read, enforce=enforce)
         if found is None:
-            chunks = "train in chunks (BigBatch)"
-            strategies = "give strategy='checkpoint' or 'offload' to a BigBatch"
             raise NotEnoughGPUMemory(
                 f"a step of {counted(one_read, 'sample')} ran out of memory; gpu_memory_limit is "
                 f"{human(probe.limit)} ({probe.limit} bytes), of which CUDA, libraries and other "
-                f"tensors take {human(probe.other_bytes)}; raise gpu_memory_limit, lower depth "
-                f"(now {self.depth}), or {chunks if one_read > 1 else strategies}"
+                f"tensors take {human(probe.other_bytes)}; raise gpu_memory_limit, or lower depth "
+                f"(now {self.depth}), or train in chunks or with checkpoints (BigBatch)"
             )
         budget = self._budget(found.step, found.other_bytes, probe.limit)
         note = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -192,37 +192,23 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
         limit = least.gpu_memory_limit
     items = [item for item in least.items if (item.place == "device") == on_device]
     uses = ", ".join(f"{human(item.total)} {item.what}" for item in items)
-    excess = need - (limit or 0)
-    advice = [f"raise {name}", *_savings(least, items, excess)]
-    if n_samples > 1:
-        advice.append("train in chunks (BigBatch)")
-    elif sum(item.total for item in items if item.what == "activations") >= excess:
-        # One sample cannot be cut, but these strategies need less memory for activations.
-        strategies = "'checkpoint' or 'offload'" if on_device else "'checkpoint'"
-        advice.append(f"give strategy={strategies} to a BigBatch")
-    if len(advice) > 1:
-        advice[-1] = f"or {advice[-1]}"
+    advice = [f"raise {name}"]
+    if sum(item.total for item in items if item not in least.feeder.items) < (limit or 0):
+        # Without prefetched batches and caches, the batch may fit.
+        advice += [f"lower depth (now {least.feeder.depth})"] if least.feeder.depth else []
+        advice += ["lower device_cache"] if any(item.what == CACHES for item in items) else []
+    if on_device or least.gpu_memory_limit is None:
+        # The limit includes the training step.
+        advice.append("train in chunks or with checkpoints (BigBatch)")
     return error(
         f"a batch of {counted(n_samples, 'sample')} needs {human(need)} ({need} bytes): {uses}; "
-        f"{name} is {human(limit or 0)} ({limit} bytes); {', '.join(advice)}"
+        f"{name} is {human(limit or 0)} ({limit} bytes); {', or '.join(advice)}"
     )
 
 
 def counted(n: int, what: str) -> str:
     """Return a number of things as text: ``1 size``, ``2 sizes``."""
     return f"1 {what}" if n == 1 else f"{n} {what}s"
-
-
-def _savings(least: Budget, items: Sequence[Allocation], excess: int) -> list[str]:
-    """Return advice to lower depth and caches, if together they can save ``excess`` bytes."""
-    depth = least.feeder.depth
-    caches = [item for item in items if item.what == CACHES]
-    # The synchronous loop needs at least one buffer of each kind, so depth=0 saves at most this.
-    prefetched = sum((item.count - 1) * item.nbytes for item in items) if depth else 0
-    if prefetched + sum(item.total for item in caches) < excess:
-        return []
-    advice = [f"lower depth (now {depth})"] if depth else []
-    return [*advice, "lower device_cache"] if caches else advice
 
 
 def largest_that_fits(need: Callable[[int], float], limit: float, most: int | None) -> int:

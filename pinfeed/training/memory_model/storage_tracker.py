@@ -96,11 +96,6 @@ class Peak:
     kinds: dict[str, int]
     phases: dict[str, int]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes at the peak."""
-        return sum(self.kinds.values())
-
 
 def peak_of(tracker: StorageTracker, round_to: int, temporary: int = 0) -> Peak:
     """Return the peak of a tracked program.

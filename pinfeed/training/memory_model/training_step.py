@@ -114,35 +114,6 @@ def _fake_of(tensor: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def optimizer_for(model: nn.Module, given: Any, stand_ins: Mapping[int, torch.Tensor]) -> Any:
-    """Return an optimizer for a copy of a model.
-
-    Args:
-        model: The copy.
-        given: An optimizer of the original, or a function that makes an optimizer from parameters;
-            None for AdamW.
-        stand_ins: Tensors of the copy by the id of the original tensor.
-
-    Raises:
-        ArgumentError: If the optimizer has parameters that are not in ``stand_ins``.
-    """
-    if not isinstance(given, torch.optim.Optimizer):
-        make = given or torch.optim.AdamW
-        return make([p for p in model.parameters() if p.requires_grad])
-    if any(id(p) not in stand_ins for group in given.param_groups for p in group["params"]):
-        raise ArgumentError(
-            "optimizer= has parameters that belong neither to the model nor to the loss; give an "
-            "optimizer of model.parameters(), or its class"
-        )
-    groups = [
-        group | {"params": [stand_ins[id(p)] for p in group["params"]]}
-        for group in given.param_groups
-    ]
-    accepted = inspect.signature(type(given)).parameters
-    options = {name: value for name, value in given.defaults.items() if name in accepted}
-    return type(given)(groups, **options)
-
-
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an optimizer's state."""
     for state in optimizer.state.values():
@@ -207,14 +178,33 @@ class TrainingStep:
         Args:
             model: The copy.
             stand_ins: Tensors of the copy, by the id of the original tensor.
+
+        Raises:
+            ArgumentError: If the optimizer has parameters that are not in ``stand_ins``.
+            EstimateError: If no parameter requires a gradient.
         """
-        if self.optimizer is None and not any(p.requires_grad for p in model.parameters()):
-            raise EstimateError(
-                "the model has no parameter that requires a gradient, so a training step cannot be "
-                "estimated; unfreeze parameters, or leave out the model and give "
-                "preferred_batch_size"
+        given = self.optimizer
+        if not isinstance(given, torch.optim.Optimizer):
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            if given is None and not parameters:
+                raise EstimateError(
+                    "the model has no parameter that requires a gradient, so a training step "
+                    "cannot be estimated; unfreeze parameters, or leave out the model and give "
+                    "preferred_batch_size"
+                )
+            return (given or torch.optim.AdamW)(parameters)
+        if any(id(p) not in stand_ins for group in given.param_groups for p in group["params"]):
+            raise ArgumentError(
+                "optimizer= has parameters that belong neither to the model nor to the loss; give "
+                "an optimizer of model.parameters(), or its class"
             )
-        return optimizer_for(model, self.optimizer, stand_ins)
+        groups = [
+            group | {"params": [stand_ins[id(p)] for p in group["params"]]}
+            for group in given.param_groups
+        ]
+        accepted = inspect.signature(type(given)).parameters
+        options = {name: value for name, value in given.defaults.items() if name in accepted}
+        return type(given)(groups, **options)
 
 
 class StepRun:

@@ -43,13 +43,12 @@ class OffloadStats:
         ...     with offload.step(model):
         ...         loss = model(torch.randn(128, 256)).sum()
         ...     loss.backward()
-        >>> offload.stats.n_tensors > 0
-        True
+        >>> offload.stats.n_missed
+        0
 
     Attributes:
-        n_tensors: Saved tensors whose values were copied to the host. Tensors that share a storage
-            share the copy.
-        n_storages: Storages, or parts of storages, that were copied to the host.
+        n_storages: Storages, or parts of storages, that were copied to the host. Saved tensors that
+            share a storage share the copy.
         offloaded_bytes: Bytes that were copied to the host.
         kept_bytes: Bytes that stayed on the device because ``host_limit`` was reached.
         restored_bytes: Bytes that were copied back to the device.
@@ -61,7 +60,6 @@ class OffloadStats:
             earlier one allocates none.
     """
 
-    n_tensors: int
     n_storages: int
     offloaded_bytes: int
     kept_bytes: int
@@ -76,8 +74,8 @@ class OffloadStats:
 class Offload:
     """Activation offload: keeps saved tensors in pinned host memory until the backward pass.
 
-    The forward pass copies the tensors that autograd saves to page-locked (pinned) host memory.
-    The backward pass copies them back to the device before it needs them.
+    The forward pass copies tensors that autograd saves to page-locked (pinned) host memory, except
+    for the last ones. The backward pass copies them back to the device before it needs them.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh())
@@ -110,9 +108,10 @@ class Offload:
         host_limit: Limit of pinned memory, free blocks included. Tensors beyond it stay
             on the device. None is half of the free host memory.
         threshold: Smallest storage that is offloaded; smaller ones stay on the device.
-        window: Device memory that the tensors saved last may hold while they are copied
-            to the host. Tensors that are prefetched to the device may hold as much again. It
-            should be enough for a few layers; if it is too small, computation waits for copies.
+        device_limit: Device memory that saved tensors may hold, besides the one that an operation
+            saves or uses. A tensor is copied to the host only if this many bytes are saved after
+            it, so the tensors saved last, which backward needs first, stay. The more stay, the
+            less computation waits for copies.
 
     Raises:
         ArgumentError: If a size is invalid or too small.
@@ -128,21 +127,20 @@ class Offload:
         *,
         host_limit: int | str | None = None,
         threshold: int | str = KiB(64),
-        window: int | str = MiB(256),
+        device_limit: int | str = MiB(512),
     ) -> None:
         if host_limit is not None:
             host_limit = parse_size(host_limit, "host_limit", least=0, note=", or None")
         threshold = parse_size(threshold, "threshold", least=0)
-        window = parse_size(window, "window")
+        self._device_limit = parse_size(device_limit, "device_limit", least=0)
         self.device: Device = resolve(device, n_spare=0)
         self._owns_device = self.device is not device
         self._storages = self.storages(self.device.name)
         self._pool = PinnedPool(
             self.device, free_host_bytes() // 2 if host_limit is None else host_limit
         )
-        self._transfer = OffloadTransfer(self.device, self._pool, window)
+        self._transfer = OffloadTransfer(self.device, self._pool, self._device_limit)
         self._threshold = threshold
-        self._window = window
         # The backward pass runs in threads of autograd.
         self._lock = threading.Lock()
         self._pieces: weakref.WeakValueDictionary[tuple[int, StorageRange], SavedPiece] = (
@@ -150,9 +148,6 @@ class Offload:
         )
         self._served: list[weakref.ref[SavedPiece]] = []
         self._n_pieces = 0
-        self._n_tensors = 0
-        self._n_storages = 0
-        self._kept_bytes = 0
         self._is_closed = False
 
     @contextlib.contextmanager
@@ -170,6 +165,8 @@ class Offload:
         """
         if self._is_closed:
             raise ClosedError("step() was called on a closed Offload; make a new one")
+        with self._lock:
+            self._transfer.begin_step()
         owners = map(self._owner, tensors_in(models))
         staying = {id(owner): owner for owner in owners if owner is not None}
         try:
@@ -187,10 +184,9 @@ class Offload:
         with self._lock:
             self._transfer.tidy()
             return OffloadStats(
-                n_tensors=self._n_tensors,
-                n_storages=self._n_storages,
+                n_storages=self._transfer.n_sent,
                 offloaded_bytes=self._transfer.offloaded_bytes,
-                kept_bytes=self._kept_bytes,
+                kept_bytes=self._transfer.kept_bytes,
                 restored_bytes=self._transfer.restored_bytes,
                 n_missed=self._transfer.n_missed,
                 host_bytes=self._pool.used,
@@ -245,7 +241,6 @@ class Offload:
             # for whatever stream the memory was allocated.
             self.device.share(tensor, self.device.current_stream())
             piece = self._find(tensor, owner, ranges) or self._save(tensor, owner, ranges[0])
-            self._n_tensors += piece.block is not None
             return SavedHandle(piece, geometry_of(tensor, piece.range))
 
     def _find(
@@ -260,7 +255,7 @@ class Offload:
         return None
 
     def _save(self, tensor: torch.Tensor, owner: Any, cut: StorageRange) -> SavedPiece:
-        """Make a piece of a range of the tensor's storage, and start its copy to the host."""
+        """Save a range of the tensor's storage as a piece."""
         storages = self._storages
         piece = SavedPiece(
             self._n_pieces,
@@ -271,10 +266,7 @@ class Offload:
             storages.version_probe(tensor),
         )
         self._n_pieces += 1
-        if self._transfer.send(piece):
-            self._n_storages += 1
-        else:
-            self._kept_bytes += cut.nbytes
+        self._transfer.save(piece)
         self._pieces[id(owner), cut] = piece
         return piece
 
@@ -306,6 +298,6 @@ class Offload:
         served = [other for other in others if other is not piece and other.back is not None]
         if piece.back is not None and piece.is_served:
             served.append(piece)
-        while len(served) > 1 and sum(other.nbytes for other in served) > self._window:
+        while len(served) > 1 and sum(other.nbytes for other in served) > self._device_limit:
             self._transfer.forget(served.pop(0))
         self._served = [weakref.ref(other) for other in served]

@@ -6,8 +6,11 @@ Rule 2: No call here blocks the host, except ``close``.
 Rule 3: Device memory is allocated and freed in the order of the compute stream, so that the
         allocator may reuse it at once. Memory that was allocated for another stream is shared
         with the stream that saves it (``Device.share``). The allocator then keeps it until that
-        stream has done the work queued before the memory was freed. The window does not bound
-        such memory.
+        stream has done the work queued before the memory was freed. ``device_limit`` does not
+        bound such memory.
+Rule 4: A piece is sent once it is certain that ``device_limit`` bytes are saved after it. The
+        pieces saved last are needed first: their copies back would begin before their copies out
+        had ended. So they stay, and are never sent.
 
           compute                  write                    read
     pack:    values computed
@@ -32,9 +35,11 @@ Rule 3: Device memory is allocated and freed in the order of the compute stream,
     H5: The block may not have the values yet.
     H6: The device memory may not have the values yet.
 
-The storages saved last also stay on the device, up to ``window`` bytes: their copies are still
-running, and the backward pass needs them first. When more is saved, the compute stream waits for
-the oldest copy and frees its memory. The compute stream stalls only if the link cannot keep up.
+Steps repeat: the bytes that the step before has saved tell how many will follow, so a piece is sent
+as soon as it is saved. If fewer followed than are saved now, as in the first step, a piece is sent
+when the bytes after it exist. The bytes of sent pieces wait for their copies within the limit, too.
+Beyond it, the compute stream waits for the oldest copy and frees its memory. It stalls only if the
+link cannot send, while the forward pass runs, what the limit does not hold.
 
 The host must not decide when to free memory (by ``is_done``, or by ``record_stream``, for which
 the allocator polls). The host runs ahead of the device and sees no copy done yet, so all saved
@@ -75,7 +80,7 @@ class SavedPiece:
         memory: The bytes on the device, in their first place or in a later copy; None while they
             are only on the host.
         stream: Stream in whose order ``memory`` may be used and freed.
-        block: The bytes on the host; None if there was no room.
+        block: The bytes on the host; None if they were not sent.
         back: Event after the copy that filled ``memory``; None before that copy. Other
             streams must wait for it.
     """
@@ -170,65 +175,75 @@ class _PendingCopies:
 class OffloadTransfer:
     """Copies pieces to the host and back.
 
-    Only one thread at a time may call it. The finalizer of a piece may run at any time, in any
+    Only one thread at a time may call it. The finalizers of a piece may run at any time, in any
     thread.
 
     Args:
         device: Device of the pieces.
         pool: Pool of host memory.
-        window: Bytes of device memory that the pieces saved last may hold; prefetched pieces may
-            hold as much again.
+        limit: Bytes of device memory that pieces may hold, besides the one that is saved or used.
 
     Attributes:
+        n_sent: Number of pieces that were copied to the host.
         offloaded_bytes: Bytes that were copied to the host.
+        kept_bytes: Bytes that stayed on the device because the pool had no room.
         restored_bytes: Bytes that were copied back to the device.
         n_missed: Number of copies to the device that began only when the piece was needed.
     """
 
-    def __init__(self, device: Device, pool: PinnedPool, window: int) -> None:
+    def __init__(self, device: Device, pool: PinnedPool, limit: int) -> None:
         self.device = device
         self._pool = pool
-        self._window = window
+        self._limit = limit
         self._write = device.stream("write")
         self._read = device.stream("read")
+        self._unsent: dict[int, int] = {}
+        """Bytes by position of the pieces that may still have to leave, the oldest first."""
+        self._unsent_bytes = 0
         self._writes = _PendingCopies()
         self._fetches = _PendingCopies()
         self._pieces: weakref.WeakValueDictionary[int, SavedPiece] = weakref.WeakValueDictionary()
         # Positions of pieces that died. It is a deque, because the operations of a deque are atomic
         # and a finalizer may interrupt any other code.
         self._dead: deque[int] = deque()
+        self._saved_bytes = 0
+        """Bytes that this step has saved."""
+        self._expected_bytes = 0
+        """Bytes that the step before has saved."""
         self._last_used = 0
         """Position of the piece that was used last."""
         self._last_examined = 0
         """Position down to which ``fetch_ahead`` has examined pieces."""
         self._is_closed = False
+        self.n_sent = 0
         self.offloaded_bytes = 0
+        self.kept_bytes = 0
         self.restored_bytes = 0
         self.n_missed = 0
 
-    def send(self, piece: SavedPiece) -> bool:
-        """Start the copy to the host; return False if the pool has no room."""
+    def begin_step(self) -> None:
+        """Expect as many bytes from the next pieces as since the call before."""
+        self._expected_bytes = self._saved_bytes
+        self._saved_bytes = 0
+
+    def save(self, piece: SavedPiece) -> None:
+        """Accept a piece, and start copies to the host of the pieces that have to leave."""
         self.tidy()
-        block = self._pool.take(piece.nbytes)
-        if block is None:
-            return False
-        assert piece.memory is not None
-        # H1: The values may not be computed yet.
-        self._write.wait(piece.stream.record())
-        if block.busy is not None:
-            # H2: A copy to the device may still read the block.
-            self._write.wait(block.busy)
-        self.device.copy(piece.memory, block.memory[: piece.nbytes], self._write)
-        copied = self._write.record()
-        block.busy = copied
-        piece.block = block
-        weakref.finalize(piece, self._on_death, piece.position, block).atexit = False
         self._pieces[piece.position] = piece
-        self._writes.add(piece.position, _PendingCopy(piece.memory, copied, piece.stream))
-        self.offloaded_bytes += piece.nbytes
-        while self._writes.nbytes > self._window:
+        weakref.finalize(piece, self._dead.append, piece.position).atexit = False
+        self._unsent[piece.position] = piece.nbytes
+        self._unsent_bytes += piece.nbytes
+        self._saved_bytes += piece.nbytes
+        to_come = max(0, self._expected_bytes - self._saved_bytes)
+        while self._unsent:
+            position, nbytes = next(iter(self._unsent.items()))
+            if self._unsent_bytes - nbytes + to_come <= self._limit:
+                break
+            self._drop_unsent(position)
+            if (leaving := self._pieces.get(position)) is not None:
+                self._send(leaving)
+        while self._writes.by_position and self._unsent_bytes + self._writes.nbytes > self._limit:
             self._release(next(iter(self._writes.by_position)))
-        return True
 
     def use(self, piece: SavedPiece, compute: Stream) -> torch.Tensor:
         """Return the bytes of a piece on the device, for work in ``compute``."""
@@ -252,9 +267,9 @@ class OffloadTransfer:
         return piece.memory
 
     def fetch_ahead(self, used: SavedPiece, compute: Stream) -> None:
-        """Start to copy pieces saved before ``used`` to the device, while the window has room.
+        """Start to copy pieces saved before ``used`` to the device, while the limit has room.
 
-        A single piece may be larger than the window.
+        A single piece may be larger than the room.
         """
         if not self._last_examined <= used.position <= self._last_used:
             # The backward pass does not continue at the last used piece, but elsewhere.
@@ -264,7 +279,7 @@ class OffloadTransfer:
         for position in range(self._last_examined - 1, last, -1):
             piece = self._pieces.get(position)
             if piece is not None and self._is_only_on_host(piece):
-                if not self._make_room(piece, used.position):
+                if not self._make_room(piece, used):
                     return
                 try:
                     self._fetches.add(position, self._start_fetch(piece, compute))
@@ -284,6 +299,7 @@ class OffloadTransfer:
         """Free the device memory of dead pieces, and reclaim their blocks."""
         while self._dead:
             position = self._dead.popleft()
+            self._drop_unsent(position)
             self._release(position)
             self._drop_fetch(position)
         self._pool.reclaim()
@@ -299,6 +315,27 @@ class OffloadTransfer:
             self._free_sent(position)
         self._fetches = _PendingCopies()
         self._pool.close()
+
+    def _send(self, piece: SavedPiece) -> None:
+        """Start the copy to the host; the piece stays on the device if the pool has no room."""
+        block = self._pool.take(piece.nbytes)
+        if block is None:
+            self.kept_bytes += piece.nbytes
+            return
+        assert piece.memory is not None
+        # H1: The values may not be computed yet.
+        self._write.wait(piece.stream.record())
+        if block.busy is not None:
+            # H2: A copy to the device may still read the block.
+            self._write.wait(block.busy)
+        self.device.copy(piece.memory, block.memory[: piece.nbytes], self._write)
+        copied = self._write.record()
+        block.busy = copied
+        piece.block = block
+        weakref.finalize(piece, self._give_back, block).atexit = False
+        self._writes.add(piece.position, _PendingCopy(piece.memory, copied, piece.stream))
+        self.n_sent += 1
+        self.offloaded_bytes += piece.nbytes
 
     def _start_fetch(self, piece: SavedPiece, compute: Stream) -> _PendingCopy:
         block = piece.block
@@ -319,23 +356,27 @@ class OffloadTransfer:
     def _is_only_on_host(self, piece: SavedPiece) -> bool:
         return piece.memory is None and piece.position not in self._fetches.by_position
 
-    def _make_room(self, piece: SavedPiece, used: int) -> bool:
+    def _make_room(self, piece: SavedPiece, used: SavedPiece) -> bool:
         """Return whether the piece may be fetched now, after dropping fetches with later uses.
 
         A fetch that is not between ``piece`` and the pieces of the node that asks for ``used`` is
         used later: the backward pass has passed it, or it belongs to another graph. The node saved
         its pieces one after the other, and asks for the first one first.
         """
-        room = self._window - piece.nbytes
+        held = self._unsent_bytes - self._unsent.get(used.position, 0) + self._writes.nbytes
+        room = self._limit - held - piece.nbytes
         if self._fetches.nbytes > room:
             fetched = list(self._fetches.by_position)
             for other in fetched:
-                if piece.position <= other < used + _NODE_PIECES:
+                if piece.position <= other < used.position + _NODE_PIECES:
                     continue
                 self._drop_fetch(other)
                 if self._fetches.nbytes <= room:
                     break
         return self._fetches.nbytes <= room or not self._fetches.by_position
+
+    def _drop_unsent(self, position: int) -> None:
+        self._unsent_bytes -= self._unsent.pop(position, 0)
 
     def _drop_fetch(self, position: int) -> None:
         if (fetch := self._fetches.pop(position)) is not None:
@@ -355,7 +396,7 @@ class OffloadTransfer:
         if piece is not None:
             piece.memory = None
 
-    def _on_death(self, position: int, block: PinnedBlock) -> None:
+    def _give_back(self, block: PinnedBlock) -> None:
         """Give the block of a dead piece back to the pool.
 
         The finalizer of the piece may call this in any thread, at any time.
@@ -364,4 +405,3 @@ class OffloadTransfer:
             # A copy may still use a block that is about to be freed.
             block.busy.sync()
         self._pool.give(block)
-        self._dead.append(position)

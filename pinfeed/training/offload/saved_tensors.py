@@ -69,14 +69,19 @@ class Storages:
         self._device = torch.device(device)
 
     def can_move(self, tensor: torch.Tensor) -> bool:
-        """Return whether moving a tensor would free its memory on the device."""
+        """Return whether moving a tensor frees memory that the model does not need anyway.
+
+        A parameter stays on the device, and so does its cast: autocast uses it again.
+        """
         if isinstance(tensor, nn.Parameter) or not self.is_dense(tensor):
             return False
         if tensor.device != self._device:
             return False
+        base = self.base(tensor)
         # autograd itself keeps a leaf that requires grad.
-        candidates = (tensor, self.base(tensor))
-        return not any(one.is_leaf and one.requires_grad for one in candidates)
+        if any(one.is_leaf and one.requires_grad for one in (tensor, base)):
+            return False
+        return not _is_cast_of_parameter(base)
 
     def is_dense(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is fully described by strides on a storage."""
@@ -212,6 +217,15 @@ def check_version(tensor: torch.Tensor, expected: int) -> None:
             f"operation: a saved {tensor.dtype} tensor is at version {version_of(tensor)}; "
             f"expected version {expected} instead"
         )
+
+
+def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter in another dtype, as autocast makes it."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    leaf = node.next_functions[0][0]
+    return isinstance(getattr(leaf, "variable", None), nn.Parameter)
 
 
 def _extent(tensor: torch.Tensor) -> StorageRange:

@@ -147,8 +147,6 @@ def test_a_limit_chooses() -> None:
         with BigBatch(model, nn.MSELoss(), config=config, strategy=strategy) as big:
             big.backward(torch.zeros(3000, 100), torch.zeros(3000, 300))
             assert big.chosen is not None
-            if big.chosen.device_bytes[big.chosen.strategy] is not None:
-                assert big.chosen.device_bytes[big.chosen.strategy] <= limit  # type: ignore[operator]
             return big.chosen.strategy
 
     assert made("auto", MiB(132)) == "plain"

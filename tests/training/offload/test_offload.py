@@ -16,20 +16,24 @@ from pinfeed import GiB, KiB, MiB
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.training.offload.offload import Offload
 
-ALL = {"threshold": 0, "host_limit": MiB(64), "window": 1}
+ALL = {"threshold": 0, "host_limit": MiB(64), "device_limit": 0}
+"""Sizes with which all saved tensors are moved, except for the last one."""
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("limit", [0, KiB(24), MiB(64)])
-@pytest.mark.parametrize("window", [1, KiB(8), MiB(1)])
+@pytest.mark.parametrize("device_limit", [0, KiB(2), MiB(1)])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_bit_is_that_of_the_plain_steps(name: str, window: int, limit: int) -> None:
-    with Offload("cpu", host_limit=limit, threshold=0, window=window) as offload:
+def test_every_bit_is_that_of_the_plain_steps(name: str, device_limit: int, limit: int) -> None:
+    with Offload("cpu", host_limit=limit, threshold=0, device_limit=device_limit) as offload:
         assert_same(trained(name, offload), trained(name, None))
         stats = offload.stats
         assert stats.blocks_bytes <= limit
-        assert (stats.kept_bytes > 0) == (limit < MiB(64))
-        assert (stats.offloaded_bytes > 0) == (limit > 0)
+        if device_limit == MiB(1):
+            assert stats.kept_bytes == stats.offloaded_bytes == 0
+        elif not device_limit:
+            assert (stats.kept_bytes > 0) == (limit < MiB(64))
+            assert (stats.offloaded_bytes > 0) == (limit > 0)
         assert stats.host_bytes == 0
 
 
@@ -39,11 +43,11 @@ def test_storages_are_released_and_copied_back() -> None:
         with offload.step():
             y, lives = chain(x, 5)
         assert [there() for there in lives] == [False] * 4 + [True]
-        assert offload.stats.n_storages == 5
-        assert offload.stats.offloaded_bytes == 5 * 40_000
+        assert offload.stats.n_storages == 4
+        assert offload.stats.offloaded_bytes == 4 * 40_000
         y.sum().backward()
-        assert offload.stats.restored_bytes == 5 * 40_000
-        assert offload.stats.n_missed == 1
+        assert offload.stats.restored_bytes == 4 * 40_000
+        assert offload.stats.n_missed == 0
     got = x.grad
     x.grad = None
     chain(x, 5)[0].sum().backward()
@@ -56,11 +60,10 @@ def test_a_storage_is_copied_once_in_each_direction() -> None:
         with offload.step():
             y = x.exp()  # saves y
             a, b, c = y.chunk(3, 1)
-            loss = (y * y).sum() + (a * b.sin()).sum() + (c.t() * a.t()).sum()
+            loss = (y * y).sum() + (a * b.sin()).sum() + (c.t() * a.t()).sum() + y.sum().exp()
         stats = offload.stats
-        # The storages are those of y and of the sine.
+        # The storages are those of y and of the sine; that of the last result stays.
         assert stats.n_storages == 2
-        assert stats.n_tensors == 8
         loss.backward()
         assert offload.stats.restored_bytes == stats.offloaded_bytes == 8 * 24 * 4 + 8 * 8 * 4
 
@@ -91,21 +94,83 @@ def test_a_storage_that_changed_in_between_is_copied_again() -> None:
 def test_storages_that_stay_on_the_device() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.PReLU(64))
     x = torch.randn(32, 64)
-    with Offload("cpu", host_limit=MiB(64), threshold=0) as offload:
+    with Offload("cpu", **ALL) as offload:
         with offload.step(model, x):
-            model[0](x).sum()
-            (model[0].weight.t()[:2] * 2.0).exp_()
-            x[1:].sum(0) * model[0].weight
-        # The results of exp_ and of the sum are offloaded.
+            outputs = [
+                model[0](x).sum(),
+                (model[0].weight.t()[:2] * 2.0).exp_(),
+                x[1:].sum(0) * model[0].weight,
+                torch.ones(1, requires_grad=True).exp(),
+            ]
+        # The results of exp_ and of the sum are offloaded; the last result stays.
         assert offload.stats.offloaded_bytes == (2 + 1) * 64 * 4
-    with Offload("cpu", host_limit=MiB(64)) as offload:
+        del outputs
+    with Offload("cpu", host_limit=MiB(64), device_limit=0) as offload:
         with offload.step(model):
-            model(x)  # 8 KiB each
+            y = model(x)  # 8 KiB each
         assert offload.stats.n_storages == 0
         with offload.step(model):
-            nn.Parameter(torch.randn(300, 300)).exp()[0].mul(2)
-            model(x)
+            large = nn.Parameter(torch.randn(300, 300)).exp()
+            larger = large.exp()
+            y = model(x)
         assert offload.stats.offloaded_bytes == 300 * 300 * 4
+        del y, larger
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_casts_of_parameters_stay_on_the_device(kind: torch.dtype) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
+    found = []
+    with Offload("cpu", **ALL) as offload:
+        for context in (offload.step(model, x), contextlib.nullcontext()):
+            model.zero_grad()
+            with context:
+                if kind is torch.bfloat16:
+                    with torch.autocast("cpu", kind):
+                        y = model(x).exp().exp()
+                else:
+                    weights = [layer.weight.to(kind) for layer in model]
+                    y = ((x.to(kind) @ weights[0].t()) @ weights[1].t()).exp().exp()
+            y.sum().backward()
+            found.append([p.grad for p in model.parameters() if p.grad is not None])
+    # Two activations and the first exponential; the weights are twice as large.
+    assert offload.stats.n_storages == 3
+    assert offload.stats.offloaded_bytes <= 3 * 32 * 64 * kind.itemsize
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("n_limit", [0, 1, 3, 9])
+def test_the_tensors_saved_last_stay_on_the_device(n_limit: int) -> None:
+    """In later steps, the tensors that have to leave are sent as soon as they are saved."""
+    x = torch.randn(5000, requires_grad=True)
+    with Offload("cpu", **ALL | {"device_limit": n_limit * 20_000}) as offload:
+        for n_step in range(3):
+            before = offload.stats.n_storages
+            n_sent = []
+            with offload.step():
+                y = x
+                for _ in range(8):
+                    y = y.tanh()
+                    n_sent.append(offload.stats.n_storages - before)
+            last = max(0, 8 - 1 - n_limit)
+            late = 0 if n_step else 1 + n_limit
+            assert n_sent == [min(last, max(0, i - late)) for i in range(1, 9)]
+            y.sum().backward()
+            del y
+        assert offload.stats.n_missed == 0
+        assert offload.stats.n_blocks_made == last
+
+
+def test_what_the_loss_saves_stays_even_beyond_the_limit() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1000)), torch.randn(64, 8)
+    targets = torch.arange(64)
+    with Offload("cpu", **ALL | {"device_limit": KiB(1)}) as offload:
+        for _ in range(2):
+            with offload.step(model, x, targets):
+                loss = nn.functional.cross_entropy(model(x), targets)
+            loss.backward()
+        # The result of tanh, but not the logarithms of the probabilities.
+        assert offload.stats.offloaded_bytes == 2 * 64 * 16 * 4
 
 
 def test_a_small_part_of_a_storage_is_copied_alone() -> None:
@@ -138,10 +203,10 @@ def test_the_second_step_makes_no_block() -> None:
 
 def test_blocks_of_other_sizes_make_way() -> None:
     x = torch.randn(1 << 20, requires_grad=True)
-    with Offload("cpu", threshold=0, host_limit=MiB(9)) as offload:
+    with Offload("cpu", **ALL | {"host_limit": MiB(9)}) as offload:
         for n in (1 << 20, 1 << 19, 1 << 20, 3 << 18):
             with offload.step():
-                y = chain(x[:n] * 1.0, 4)[0]
+                y = chain(x[:n] * 1.0, 5)[0]
             assert offload.stats.blocks_bytes <= MiB(9)
             assert (
                 offload.stats.host_bytes == MiB(9) // (n * 4) * n * 4 if n < 1 << 20 else 2 * n * 4
@@ -171,7 +236,8 @@ def test_a_refused_lock_keeps_the_rest_on_the_device(caplog: pytest.LogCaptureFi
         with offload.step():
             y, lives = chain(x, 6)
         assert [there() for there in lives] == [False, False, True, True, True, True]
-        assert offload.stats.kept_bytes == 4 * 20_000
+        # The last tensor would stay anyway.
+        assert offload.stats.kept_bytes == 3 * 20_000
         assert "the driver refused" in caplog.text
         y.sum().backward()
     assert device.n == 3
@@ -182,12 +248,12 @@ def test_a_graph_without_a_backward_pass_gives_all_back() -> None:
     x = torch.randn(5000, requires_grad=True)
     with Offload("cpu", **ALL) as offload:
         with offload.step():
-            y = chain(x, 3)[0]
+            y = chain(x, 4)[0]
         assert offload.stats.host_bytes == 3 * 20480
         del y
         assert offload.stats.host_bytes == 0
         with pytest.raises(ZeroDivisionError), offload.step():
-            chain(x, 3)[0].sum().div(1 // 0)
+            chain(x, 4)[0].sum().div(1 // 0)
         gc.collect()
         assert offload.stats.host_bytes == 0
         assert offload.stats.n_blocks_made == 3
@@ -213,17 +279,17 @@ def test_saved_tensors_keep_no_graph_alive(sizes: dict[str, int]) -> None:
             gc.enable()
 
 
-@pytest.mark.parametrize("window", [1, KiB(40), MiB(1)])
-def test_retained_graphs(window: int) -> None:
+@pytest.mark.parametrize("device_limit", [1, KiB(40), MiB(1)])
+def test_retained_graphs(device_limit: int) -> None:
     x = torch.randn(5000, requires_grad=True)
-    with Offload("cpu", **ALL | {"window": window}) as offload:
+    with Offload("cpu", **ALL | {"device_limit": device_limit}) as offload:
         with offload.step():
             y, lives = chain(x, 6)
         want = torch.autograd.grad(chain(x, 6)[0].sum(), x)[0]
         for _ in range(3):
             got = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
             assert torch.equal(got, want)
-        assert window > 1 or not any(there() for there in lives[:-1])
+        assert device_limit > 1 or not any(there() for there in lives[:-1])
         y.sum().backward()
         assert torch.equal(x.grad, want)
         del y
@@ -238,7 +304,7 @@ def test_parts_of_a_graph_in_any_order() -> None:
         return [chain(y * i, 5)[0].sum() for i in range(1, 5)]
 
     want = [torch.autograd.grad(head, x)[0] for head in [heads()[i] for i in range(4)]]
-    with Offload("cpu", **ALL | {"window": KiB(60)}) as offload:
+    with Offload("cpu", **ALL | {"device_limit": KiB(60)}) as offload:
         with offload.step():
             found = heads()
         for i in (1, 3, 0, 2):
@@ -250,7 +316,7 @@ def test_parts_of_a_graph_in_any_order() -> None:
 
 def test_another_graph_does_not_keep_the_window() -> None:
     x = torch.randn(5000, requires_grad=True)
-    with Offload("cpu", **ALL | {"window": KiB(60)}) as offload:
+    with Offload("cpu", **ALL | {"device_limit": KiB(60)}) as offload:
         with offload.step():
             first, second = chain(x, 12)[0], chain(x, 12)[0]
             chain(x, 4)
@@ -272,7 +338,7 @@ def test_gradients_of_gradients() -> None:
         return grad.square().sum() + model(x).mean()
 
     want = torch.autograd.grad(penalty(x), tuple(model.parameters()), allow_unused=True)
-    with Offload("cpu", **ALL | {"window": KiB(1)}) as offload:
+    with Offload("cpu", **ALL | {"device_limit": KiB(1)}) as offload:
         with offload.step(model):
             loss = penalty(x)
         got = torch.autograd.grad(loss, tuple(model.parameters()), allow_unused=True)
@@ -313,7 +379,7 @@ def test_a_change_in_place_is_an_error_as_in_torch(where: str) -> None:
 def test_backward_passes_in_several_threads() -> None:
     x = [torch.randn(3000, requires_grad=True) for _ in range(4)]
     errors: list[BaseException] = []
-    with Offload("cpu", **ALL | {"window": KiB(30)}) as offload:
+    with Offload("cpu", **ALL | {"device_limit": KiB(30)}) as offload:
 
         def run(x: torch.Tensor) -> None:
             try:
@@ -348,7 +414,9 @@ def test_a_graph_outlives_its_offload() -> None:
         pass
 
 
-@pytest.mark.parametrize("sizes", [{"host_limit": -1}, {"window": 0}, {"threshold": -GiB(1)}])
+@pytest.mark.parametrize(
+    "sizes", [{"host_limit": -1}, {"device_limit": -1}, {"threshold": -GiB(1)}]
+)
 def test_invalid_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(sizes))):
         Offload("cpu", **sizes)
@@ -359,7 +427,7 @@ def test_a_copied_model_is_another_one() -> None:
     other, x = copy.deepcopy(model), torch.randn(200, 200)
     with Offload("cpu", **ALL) as offload:
         with offload.step(model):
-            other(model(x)).sum()
+            other(model(x)).exp()
         # The storages are those of x and of the intermediate result; all weights are leaves.
         assert offload.stats.n_storages == 2
 
@@ -370,7 +438,7 @@ def test_a_node_that_saves_several_tensors_misses_none() -> None:
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     x = torch.randn(4, 32, 64)
-    with Offload("cpu", host_limit="1GiB", threshold="1KiB", window="512KiB") as offload:
+    with Offload("cpu", host_limit="1GiB", threshold="1KiB", device_limit="512KiB") as offload:
         with offload.step(model, x):
             loss = model(x).square().sum()
         loss.backward()
@@ -386,14 +454,14 @@ def test_only_the_inputs_of_checkpointed_blocks_are_moved() -> None:
     for is_offloaded in (False, True):
         blocks.zero_grad()
         torch.manual_seed(1)
-        with Offload("cpu", host_limit="1GiB", threshold="1KiB") as offload:
+        with Offload("cpu", threshold="1KiB", host_limit="1GiB", device_limit=0) as offload:
             with offload.step(blocks, x) if is_offloaded else contextlib.nullcontext():
                 out = x
                 for block in blocks:
                     out = checkpoint(block, out, use_reentrant=False)
                 loss = out.pow(3).sum()
             loss.backward()
-            # The first block has the input, which stays; the loss has the output.
-            assert offload.stats.n_storages == 4 * is_offloaded
+            # The first block has the input, which stays; the loss has the output, saved last.
+            assert offload.stats.n_storages == 3 * is_offloaded
         gradients.append([p.grad.clone() for p in blocks.parameters() if p.grad is not None])
     assert all(map(torch.equal, *gradients))
