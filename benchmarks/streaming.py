@@ -69,7 +69,7 @@ QUICK = {
     "image, warm, shuffled",
 }
 
-LARGER = {"4 KiB, cold, block-shuffled", "4 KiB, cold, shuffled", "image, cold, shuffled"}
+LARGER = {"4 KiB, cold, block-shuffled", "image, cold, shuffled"}
 
 Record = dict[str, Any]
 Cells = list[Record]
@@ -316,7 +316,9 @@ def tables(results: Record) -> str:
     names = [name for name in CONTESTANTS if any(name in cell["contestants"] for cell in plain)]
     parts = {"Rates of whole epochs, in GB/s; those of two processes are added:": rates(plain)}
     if stepping:
-        title = "Share of the time that a loop with a training step waits, first epoch / later epochs:"
+        title = (
+            "Share of the time that a loop with a training step waits, first epoch / later epochs:"
+        )
         parts[title] = _table(
             ["cell", "ceiling, GB/s", *names],
             [
@@ -420,7 +422,7 @@ def parsed() -> Any:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="three minutes and one table: fewer cells and contestants, smaller files; saves nothing",
+        help="three minutes and one table: fewer cells and contestants; saves nothing",
     )
     parser.add_argument(
         "--larger", action="store_true", help="files larger than the memory of this machine"
@@ -460,7 +462,9 @@ def main() -> None:
         results |= found
     if not quick:
         print(tables(results))
-    print(f"\nHow many times as fast as other loaders pinfeed reads a {results['file_gib']:.2g} GiB")
+    print(
+        f"\nHow many times as fast as other loaders pinfeed reads a {results['file_gib']:.2g} GiB"
+    )
     print(f".npy file, above 1 faster, below 1 slower; {environment()};")
     print(f"measured in {time.perf_counter() - begin:.0f} s:\n\n{times_as_fast(results)}")
     if not (quick or arguments.only):

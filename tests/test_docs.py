@@ -3,6 +3,7 @@
 The pages fetch nothing from the network; their build checks the same of the pages that it makes.
 """
 
+import contextlib
 import importlib.util
 import re
 import textwrap
@@ -14,6 +15,12 @@ import pytest
 import torch
 
 import pinfeed
+
+# The event loop of zarr lives as long as the process, so it begins before any test.
+with contextlib.suppress(ImportError):
+    import zarr
+
+    zarr.zeros((1,), store={})
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import wave
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,8 @@ def prepare(folder: Path, size: Size) -> None:
     lengths = rng.integers(size.seconds * RATE * 0.8, size.seconds * RATE * 1.2, size.n_files)
     offsets = np.concatenate([[0], lengths.cumsum()])
     np.save(folder / "offsets.npy", offsets)
-    samples = np.lib.format.open_memmap(
-        folder / "samples.npy", "w+", np.int16, (int(offsets[-1]),)
-    )
-    for number, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    samples = np.lib.format.open_memmap(folder / "samples.npy", "w+", np.int16, (int(offsets[-1]),))
+    for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
         samples[begin:end] = rng.integers(-9999, 9999, end - begin)
         with wave.open(str(folder / f"{number}.wav"), "wb") as file:
             file.setparams((1, 2, RATE, 0, "NONE", "not compressed"))
@@ -105,10 +104,10 @@ def moved(folder: Path, size: Size, step: Step) -> None:
     """Read each segment as a row of the file of all samples."""
     begins = np.load(folder / "offsets.npy")[:-1] + starts_of(folder)
     rows = [begins[batch] for batch in order(size)]
-    with pinfeed.NpyStore.windows(folder / "samples.npy", length=SEGMENT) as segments:
-        with pinfeed.Feeder(segments, rows=rows, device=DEVICE) as feeder:
-            for x in feeder:
-                step(x.float() / 32768)
+    segments = pinfeed.NpyStore.windows(folder / "samples.npy", length=SEGMENT)
+    with segments, pinfeed.Feeder(segments, rows=rows, device=DEVICE) as feeder:
+        for x in feeder:
+            step(x.float() / 32768)
 
 
 def make_step(size: Size) -> Step:

@@ -75,7 +75,8 @@ class Topic:
         ticks = [one for one in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if low < one < high]
         axis.set_xticks(ticks, [f"{one:g}" for one in ticks], fontsize=9)
         axis.set_xticks([], minor=True)
-        axis.set_yticks(range(len(self.rows)), [name for name, _, _ in self.rows], fontsize=9)
+        names = [re.sub(r"\[(.*)\]\(.*\)", r"\1", name) for name, _, _ in self.rows]
+        axis.set_yticks(range(len(self.rows)), names, fontsize=9)
         axis.set_ylim(len(self.rows) - 0.5, -0.5)
         axis.grid(axis="y", color="#e5e5e5")
         axis.set_xlabel("pinfeed: times as fast (grey: slower)", fontsize=9)
@@ -159,9 +160,7 @@ def tables() -> Topic:
             found = [cell[key] for cell in cells if cell["n_ids"] == n_ids]
             # Without a depth from the user, a loop on the CPU is synchronous for few ids.
             ratios = {
-                name: statistics.median(
-                    one[way] / one["prefetch"] for one in found if way in one
-                )
+                name: statistics.median(one[way] / one["prefetch"] for one in found if way in one)
                 for way, name in names.items()
                 if any(way in one for one in found)
             }
@@ -280,7 +279,29 @@ def memory() -> Topic:
     return topic
 
 
+def overview() -> Topic:
+    """Summarize each topic, in comparison with the fastest other way of each line."""
+    topic = Topic(("topic", "lines"))
+    for name, title in SUMMARIZED.items():
+        values = [min(filter(None, ratios.values())) for _, _, ratios in TOPICS[name]().rows]
+        found = {"median": statistics.median(values), "best": max(values), "worst": min(values)}
+        link = f"[{title}]({name}.md)"
+        topic.rows.append((link, str(len(values)), dict(found)))
+    return topic
+
+
+SUMMARIZED = {
+    "streaming": "Streaming a file",
+    "larger-than-memory": "Files larger than memory",
+    "images": "Augmented images",
+    "small-batches": "Small batches",
+    "tables": "Training rows of tables",
+    "programs": "Ported programs",
+    "host": "Host work per batch",
+    "gpu": "One NVIDIA H200",
+}
 TOPICS: dict[str, Callable[[], Topic]] = {
+    "index": overview,
     "streaming": streaming,
     "larger-than-memory": lambda: streaming("streaming-larger"),
     "images": images,
