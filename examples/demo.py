@@ -17,9 +17,8 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -41,8 +40,7 @@ WIDTH = 512
 OUT = Path("demo")
 
 
-@dataclass
-class Result:
+class Result(NamedTuple):
     """Measurements of one loop.
 
     Attributes:

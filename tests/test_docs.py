@@ -197,3 +197,15 @@ def test_pages_fetch_nothing(name: str) -> None:
     assert "```mermaid" not in NAMES[name].read_text(), (
         f"{name} has a Mermaid diagram, which the theme draws with a script from unpkg.com"
     )
+
+
+def test_messages_of_the_faq_are_those_of_the_code() -> None:
+    files = (ROOT / "pinfeed").rglob("*.py")
+    code = "".join(re.sub(r'"\n\s*f?"', "", path.read_text()) for path in files)
+    page = NAMES["docs/faq.md"].read_text()
+    messages = re.findall(r"^\| `([^`]+)`(?: \(.*?\))? \|", page, re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        # Names and numbers between the words are the user's.
+        for words in re.findall(r"\b[a-z][a-z_ ]{9,}[a-z]\b", message):
+            assert words in code, f"no message of pinfeed has {words!r}"
