@@ -209,3 +209,11 @@ def test_messages_of_the_faq_are_those_of_the_code() -> None:
         # Names and numbers between the words are the user's.
         for words in re.findall(r"\b[a-z][a-z_ ]{9,}[a-z]\b", message):
             assert words in code, f"no message of pinfeed has {words!r}"
+
+
+def test_the_header_links_to_the_repository_of_the_clone() -> None:
+    repository = hooks().repository
+    assert repository("git@example.org:group/pinfeed.git") == "https://example.org/group/pinfeed"
+    assert repository("https://example.org/pinfeed.git") == "https://example.org/pinfeed"
+    # A clone of a folder has no page.
+    assert repository("/home/user/pinfeed") == repository("") == "changelog.html"
