@@ -32,6 +32,7 @@ import os
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -462,11 +463,12 @@ def main() -> None:
         results |= found
     if not quick:
         print(tables(results))
-    print(
-        f"\nHow many times as fast as other loaders pinfeed reads a {results['file_gib']:.2g} GiB"
+    about = (
+        f"How many times as fast as other loaders pinfeed reads a {results['file_gib']:.2g} GiB .npy "
+        f"file (above 1 faster, below 1 slower), in {time.perf_counter() - begin:.0f} s: "
+        f"{environment()}."
     )
-    print(f".npy file, above 1 faster, below 1 slower; {environment()};")
-    print(f"measured in {time.perf_counter() - begin:.0f} s:\n\n{times_as_fast(results)}")
+    print(f"\n{textwrap.fill(about, 100)}\n\n{times_as_fast(results)}")
     if not (quick or arguments.only):
         path = save("streaming-larger" if larger else "streaming", results)
         path.with_suffix(".md").write_text(tables(results) + "\n")
