@@ -464,8 +464,8 @@ def main() -> None:
     if not quick:
         print(tables(results))
     about = (
-        f"How many times as fast as other loaders pinfeed reads a {results['file_gib']:.2g} GiB .npy "
-        f"file (above 1 faster, below 1 slower), in {time.perf_counter() - begin:.0f} s: "
+        f"How many times as fast as other loaders pinfeed reads a .npy file of "
+        f"{results['file_gib']:.2g} GiB (above 1 faster, below 1 slower), in {time.perf_counter() - begin:.0f} s: "
         f"{environment()}."
     )
     print(f"\n{textwrap.fill(about, 100)}\n\n{times_as_fast(results)}")
