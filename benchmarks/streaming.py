@@ -463,9 +463,10 @@ def main() -> None:
         results |= found
     if not quick:
         print(tables(results))
+    seconds = time.perf_counter() - begin
     about = (
-        f"How many times as fast as other loaders pinfeed reads a .npy file of "
-        f"{results['file_gib']:.2g} GiB (above 1 faster, below 1 slower), in {time.perf_counter() - begin:.0f} s: "
+        "How many times as fast as other loaders pinfeed reads a .npy file of "
+        f"{results['file_gib']:.2g} GiB (above 1 faster, below 1 slower), in {seconds:.0f} s: "
         f"{environment()}."
     )
     print(f"\n{textwrap.fill(about, 100)}\n\n{times_as_fast(results)}")
