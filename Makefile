@@ -43,8 +43,8 @@ package: .venv/packager
 word2vec: .venv/plot
 	$(BIN)/python examples/word2vec.py $(if $(QUICK),--quick)
 
-# Compare streaming of a .npy file with other loaders, in under three minutes. The whole benchmark:
-# python -m benchmarks.streaming
+# Compare streaming of a .npy file with other loaders in three minutes, and print one table to send to
+# others. The whole benchmark: python -m benchmarks.streaming
 bench: .venv/peers
 	$(BIN)/python -m benchmarks.streaming --quick
 
@@ -70,12 +70,16 @@ overhead: .venv/installed
 gpu: .venv/cuda
 	$(BIN)/python -m benchmarks.gpu
 
-# pinfeed, with its compiled part, and what the examples need.
+# pinfeed, with its compiled part, and what the examples need. Without an NVIDIA GPU, torch's CPU
+# build is tried first, which is a tenth of the size; the default build works on every machine.
 .venv/plot: pyproject.toml constraints.txt hatch_build.py pinfeed/native/build.py \
 		$(wildcard pinfeed/native/*.[ch])
+	@echo "Making .venv. This takes one to five minutes once, most of it to download torch."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]"
+	-command -v nvidia-smi > /dev/null || $(BIN)/python -m pip install --no-deps --retries 1 \
+		--timeout 15 -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[plot]"
 	touch $@
 
 .venv/installed: .venv/plot

@@ -12,8 +12,10 @@ root of the repository:
     pip install -c constraints.txt --group bench
     # everything, half an hour
     python -m benchmarks.streaming
-    # 3 minutes
+    # 3 minutes, and one table to send to others
     python -m benchmarks.streaming --quick
+    # files larger than the memory of the machine
+    python -m benchmarks.streaming --larger
 
 First and later epochs are reported apart, because loaders prepare themselves during the first one.
 A cold file has one epoch. The ceiling is the best rate without a loader. For a warm file, that is
@@ -30,13 +32,16 @@ import os
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from tabulate import tabulate
 
 import pinfeed
@@ -48,8 +53,13 @@ from benchmarks.rowfile import KINDS, Kind, create
 
 OURS = "pinfeed"
 ORDERS = ("sequential", "shuffled", "block-shuffled")
-# Seconds of a run.
+# Other loaders in the order of tables.
+ORDER = ("DataLoader", "torchdata.nodes", "grain", "loop", "SPDL", "DataLoader, 2 workers")
+# Seconds of a run; a file that is larger than memory is read for longer.
 _CAP_S = 6.0
+_CAP_LARGER_S = 12.0
+# Size of such a file, as a multiple of the memory of the machine.
+_LARGER = 1.15
 QUICK = {
     "512 B, warm, shuffled",
     "4 KiB, warm, sequential",
@@ -59,6 +69,8 @@ QUICK = {
     "4 KiB, cold, shuffled",
     "image, warm, shuffled",
 }
+
+LARGER = {"4 KiB, cold, block-shuffled", "image, cold, shuffled"}
 
 Record = dict[str, Any]
 Cells = list[Record]
@@ -144,10 +156,13 @@ def run_job(call: str, folder: str, kind: str, **job: Any) -> Any:
 class Contest:
     """A measurement: its contestants, cells and results."""
 
-    def __init__(self, folder: Path, cells: list[Cell], names: list[str]) -> None:
+    def __init__(
+        self, folder: Path, cells: list[Cell], names: list[str], cap_s: float = _CAP_S
+    ) -> None:
         self.folder = folder
         self.cells = cells
         self.names = names
+        self.cap_s = cap_s
         self.kinds = list(dict.fromkeys(cell.kind.name for cell in cells))
         self.runs: dict[str, dict[str, list[Cells]]] = {str(cell): {} for cell in cells}
         self.ceilings: dict[str, Cells] = {kind: [] for kind in self.kinds}
@@ -180,12 +195,13 @@ class Contest:
                 self.names.remove(name)
         self._say(f"equal data: {', '.join(self.names)}")
 
-    def repeat(self, number: int) -> None:
-        """Measure every cell and every ceiling once."""
+    def repeat(self, number: int, *, has_ceilings: bool = True) -> None:
+        """Measure every cell once, and every ceiling unless the files do not fit in memory."""
         for kind in self.kinds:
             cells = [cell for cell in self.cells if cell.kind.name == kind]
             orders = sorted({cell.order for cell in cells})
-            self.ceilings[kind].append(self._call("ceilings", kind, orders=orders))
+            if has_ceilings:
+                self.ceilings[kind].append(self._call("ceilings", kind, orders=orders))
             for cell in cells:
                 # Each repeat begins with another contestant.
                 for name in self.names[number:] + self.names[:number]:
@@ -198,7 +214,7 @@ class Contest:
             "order": cell.order,
             "cold": cell.cold,
             "computes": cell.computes,
-            "cap_s": _CAP_S,
+            "cap_s": self.cap_s,
             "n_processes": cell.n_processes,
         }
         with tempfile.TemporaryDirectory() as meeting, ThreadPoolExecutor(cell.n_processes) as pool:
@@ -218,7 +234,8 @@ class Contest:
 
     def _call(self, call: str, kind: str, **job: Any) -> Any:
         job |= {"call": call, "folder": str(self.folder), "kind": kind}
-        return in_process("benchmarks.streaming", job)
+        # Memory is touched before a run, which takes long for a large file.
+        return in_process("benchmarks.streaming", job, timeout_s=60 + 20 * self.cap_s)
 
     def _say(self, text: str) -> None:
         print(f"{time.perf_counter() - self._begin:5.0f} s  {text}", flush=True)
@@ -233,12 +250,42 @@ class Contest:
                 "order": cell.order,
                 "step": cell.computes,
                 "processes": cell.n_processes,
-                "ceiling": statistics.median(map(cell.ceiling, self.ceilings[cell.kind.name])),
+                "ceiling": _median(map(cell.ceiling, self.ceilings[cell.kind.name])),
                 "contestants": {name: medians(runs) for name, runs in self.runs[str(cell)].items()},
             }
             for cell in self.cells
         ]
         return {"cells": cells, "ceilings": self.ceilings}
+
+
+def compared(results: Record) -> list[tuple[str, str, dict[str, float | None]]]:
+    """Compare the rates of later epochs, or of the only epoch of a cold file.
+
+    Returns:
+        For each cell its name, the rate of pinfeed in GB/s, and the ratio to that of each other
+        loader, the most capable ones first.
+    """
+    others = [name for name in ORDER if any(name in one["contestants"] for one in results["cells"])]
+    lines = []
+    for cell in results["cells"]:
+        rates = {name: one["later"] or one["first"] for name, one in cell["contestants"].items()}
+        ours = rates[OURS]
+        ratios = {name: ours / rates[name] if rates.get(name) else None for name in others}
+        lines.append((cell["cell"], _text(ours), ratios))
+    return lines
+
+
+def times_as_fast(results: Record) -> str:
+    """Return one table: how many times as fast as each other loader pinfeed is in each cell."""
+    lines = compared(results)
+    heads = ["rows, file, order", "pinfeed, GB/s", *lines[0][2]]
+    shown = [[name, rate, *map(_text, ratios.values())] for name, rate, ratios in lines]
+    return _table(heads, shown)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
 
 
 def medians(runs: list[Cells]) -> Record:
@@ -269,22 +316,28 @@ def tables(results: Record) -> str:
     stepping = [cell for cell in results["cells"] if cell["step"]]
     names = [name for name in CONTESTANTS if any(name in cell["contestants"] for cell in plain)]
     parts = {"Rates of whole epochs, in GB/s; those of two processes are added:": rates(plain)}
-    waits = [
-        [cell["cell"], _text(cell["ceiling"]), *(_waited(cell, name) for name in names)]
-        for cell in stepping
-    ]
-    title = "Share of the time that a loop with a training step waits, first epoch / later epochs:"
-    parts[title] = _table(["cell", "ceiling, GB/s", *names], waits)
-    memory = [[cell["cell"], *(_memory(cell, name) for name in names)] for cell in plain]
+    if stepping:
+        title = (
+            "Share of the time that a loop with a training step waits, first epoch / later epochs:"
+        )
+        parts[title] = _table(
+            ["cell", "ceiling, GB/s", *names],
+            [
+                [cell["cell"], _text(cell["ceiling"]), *(_waited(cell, name) for name in names)]
+                for cell in stepping
+            ],
+        )
     parts["Growth of memory in MiB, own / mapped pages of the file:"] = _table(
-        ["cell", *names], memory
+        ["cell", *names],
+        [[cell["cell"], *(_memory(cell, name) for name in names)] for cell in plain],
     )
-    keys = [*(f"gather, {order}" for order in ORDERS), "sequential, cold"]
-    reached = []
-    for kind, repeats in results["ceilings"].items():
-        shown = [_text(_median_of(repeats, key)) for key in keys]
-        reached.append([kind, *shown, f"{(_median_of(repeats, 'step_s') or 0.0) * 1e3:.1f}"])
-    parts["Rates without a loader, in GB/s:"] = _table(["rows", *keys, "step, ms"], reached)
+    if any(results["ceilings"].values()):
+        keys = [*(f"gather, {order}" for order in ORDERS), "sequential, cold"]
+        reached = []
+        for kind, repeats in results["ceilings"].items():
+            shown = [_text(_median_of(repeats, key)) for key in keys]
+            reached.append([kind, *shown, f"{(_median_of(repeats, 'step_s') or 0.0) * 1e3:.1f}"])
+        parts["Rates without a loader, in GB/s:"] = _table(["rows", *keys, "step, ms"], reached)
     return "\n\n".join(f"{title}\n\n{part}" for title, part in parts.items())
 
 
@@ -337,12 +390,43 @@ def _text(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def main() -> None:
+def measure(cells: list[Cell], names: list[str], folder: Path, arguments: Any) -> Record:
+    """Write the files, measure all cells, and return the results."""
+    quick, larger = arguments.quick, arguments.larger
+    nbytes = int(_LARGER * psutil.virtual_memory().total) if larger else pinfeed.GiB(1)
+    if arguments.size or quick:
+        nbytes = pinfeed.GiB(arguments.size or 0.5)
+    contest = Contest(folder, cells, names, _CAP_LARGER_S if larger else _CAP_S)
+    contest.create(nbytes)
+    contest.admit()
+    for number in range(arguments.repeats or (1 if quick else 3)):
+        contest.repeat(number, has_ceilings=not larger)
+    return contest.results() | {"file_gib": nbytes / pinfeed.GiB(1)}
+
+
+def chosen_cells(arguments: Any) -> list[list[Cell]]:
+    """Return the cells to measure, in groups whose files are on the disk at the same time."""
+    cells = [cell for cell in all_cells() if arguments.only in str(cell)]
+    if arguments.quick or arguments.larger:
+        names = QUICK if arguments.quick else LARGER
+        cells = [cell for cell in cells if str(cell) in names]
+    if not cells:
+        sys.exit(f"--only {arguments.only!r}: no cell has this in its name")
+    if not arguments.larger:
+        return [cells]
+    # One of these files takes more than the memory of the machine.
+    return [[cell for cell in cells if cell.kind == kind] for kind in KINDS.values()]
+
+
+def parsed() -> Any:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="three minutes: fewer cells and contestants, smaller files; nothing is saved",
+        help="three minutes and one table: fewer cells and contestants; saves nothing",
+    )
+    parser.add_argument(
+        "--larger", action="store_true", help="files larger than the memory of this machine"
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="cells whose name contains this; saves nothing"
@@ -354,31 +438,40 @@ def main() -> None:
     )
     # The benchmark starts its own processes with it.
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed()
     if arguments.one is not None:
         print(json.dumps(run_job(**arguments.one)), flush=True)
         # A peer may hang or abort when the interpreter ends after an early break.
         os._exit(0)
-    print(environment(), flush=True)
-    quick = arguments.quick
-    cells = [cell for cell in all_cells() if arguments.only in str(cell)]
-    cells = [cell for cell in cells if not quick or str(cell) in QUICK]
-    if not cells:
-        sys.exit(f"--only {arguments.only!r}: no cell has this in its name")
-    names = [name for name, one in CONTESTANTS.items() if one.quick or not quick]
+    begin = time.perf_counter()
+    quick, larger = arguments.quick, arguments.larger
+    groups = chosen_cells(arguments)
+    names = [name for name, one in CONTESTANTS.items() if one.quick or not (quick or larger)]
     # /tmp may be in memory.
     parent = arguments.dir or Path(os.environ.get("TMPDIR", ROOT / "demo"))
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="streaming-", dir=parent) as folder:
-        contest = Contest(Path(folder), cells, names)
-        contest.create(pinfeed.GiB(arguments.size or (0.5 if quick else 1)))
-        contest.admit()
-        for number in range(arguments.repeats or (1 if quick else 3)):
-            contest.repeat(number)
-    results = contest.results()
-    print(tables(results))
+    results: Record = {"cells": [], "ceilings": {}}
+    for cells in filter(None, groups):
+        with tempfile.TemporaryDirectory(prefix="streaming-", dir=parent) as folder:
+            found = measure(cells, list(names), Path(folder), arguments)
+        results["cells"] += found.pop("cells")
+        results["ceilings"] |= found.pop("ceilings")
+        results |= found
+    if not quick:
+        print(tables(results))
+    seconds = time.perf_counter() - begin
+    about = (
+        "How many times as fast as other loaders pinfeed reads a .npy file of "
+        f"{results['file_gib']:.2g} GiB (above 1 faster, below 1 slower), in {seconds:.0f} s: "
+        f"{environment()}."
+    )
+    print(f"\n{textwrap.fill(about, 100)}\n\n{times_as_fast(results)}")
     if not (quick or arguments.only):
-        path = save("streaming", results)
+        path = save("streaming-larger" if larger else "streaming", results)
         path.with_suffix(".md").write_text(tables(results) + "\n")
         print(path)
 

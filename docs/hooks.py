@@ -1,6 +1,7 @@
 """Build hooks for the pages: show code that tests skip, and refuse pages that use the network."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,22 @@ _IN_TAG = re.compile(
 _IN_STYLE = re.compile(rf"(?:url\(|@import)\s*[\"']?{_ADDRESS}", re.IGNORECASE)
 # The theme's script loads Mermaid from unpkg.com if a page has an element of this class.
 _MERMAID = re.compile(r"<\w+\s[^>]*class=[\"']?[^\"'>]*\bmermaid\b")
+
+
+def on_config(config: Any, **_: Any) -> None:
+    """Show the version in the header, as a link to the repository that this clone is from."""
+    version = re.search(r'__version__ = "(.+?)"', Path("pinfeed/__init__.py").read_text())
+    assert version is not None
+    command = ["git", "config", "--get", "remote.origin.url"]
+    origin = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    config.repo_name = f"pinfeed {version[1]}"
+    config.repo_url = repository(origin)
+
+
+def repository(origin: str) -> str:
+    """Return the page of a repository whose remote is ``origin``; if it has none, the changelog."""
+    address = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", origin).removesuffix(".git")
+    return address if address.startswith("https://") else "changelog.html"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

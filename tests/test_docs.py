@@ -3,6 +3,7 @@
 The pages fetch nothing from the network; their build checks the same of the pages that it makes.
 """
 
+import contextlib
 import importlib.util
 import re
 import textwrap
@@ -14,6 +15,12 @@ import pytest
 import torch
 
 import pinfeed
+
+# The event loop of zarr lives as long as the process, so it begins before any test.
+with contextlib.suppress(ImportError):
+    import zarr
+
+    zarr.zeros((1,), store={})
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -190,3 +197,23 @@ def test_pages_fetch_nothing(name: str) -> None:
     assert "```mermaid" not in NAMES[name].read_text(), (
         f"{name} has a Mermaid diagram, which the theme draws with a script from unpkg.com"
     )
+
+
+def test_messages_of_the_faq_are_those_of_the_code() -> None:
+    files = (ROOT / "pinfeed").rglob("*.py")
+    code = "".join(re.sub(r'"\n\s*f?"', "", path.read_text()) for path in files)
+    page = NAMES["docs/faq.md"].read_text()
+    messages = re.findall(r"^\| `([^`]+)`(?: \(.*?\))? \|", page, re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        # Names and numbers between the words are the user's.
+        for words in re.findall(r"\b[a-z][a-z_ ]{9,}[a-z]\b", message):
+            assert words in code, f"no message of pinfeed has {words!r}"
+
+
+def test_the_header_links_to_the_repository_of_the_clone() -> None:
+    repository = hooks().repository
+    assert repository("git@example.org:group/pinfeed.git") == "https://example.org/group/pinfeed"
+    assert repository("https://example.org/pinfeed.git") == "https://example.org/pinfeed"
+    # A clone of a folder has no page.
+    assert repository("/home/user/pinfeed") == repository("") == "changelog.html"

@@ -52,6 +52,20 @@ def test_photos_are_turned_upright(tmp_path: Path) -> None:
     assert x.std(1).mean() > 10 * x.std(2).mean()
 
 
+def test_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["demo.py", "--size", "16MiB"])
+    n_threads = torch.get_num_threads()
+    example("demo").main()
+    torch.set_num_threads(n_threads)
+    said = capsys.readouterr().out
+    assert "- 0 of 2 losses differ" in said
+    assert "times as fast as a DataLoader of whole batches" in said
+    assert (tmp_path / "demo/timeline.png").exists()
+
+
 def test_graphsage() -> None:
     example("graphsage").main(n_nodes=1000, n_features=8)
 

@@ -128,10 +128,10 @@ def test_the_table_has_a_line_for_each_way() -> None:
     assert len(cells[0]) == rule.count("|") - 1
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("programs-*.json")), ids=lambda path: path.stem
-)
-def test_the_tables_of_the_pages_are_made_of_the_results(path: Path) -> None:
-    results = json.loads(path.read_text())["results"]
-    assert path.with_suffix(".md").read_text() == compare.table(results) + "\n"
-    assert [found["title"] for found in results] == [load(name).title for name in NAMES]
+def test_the_tables_of_the_pages_are_made_of_the_results() -> None:
+    titles = []
+    for path in sorted(RESULTS.glob("programs-*.json")):
+        results = json.loads(path.read_text())["results"]
+        assert path.with_suffix(".md").read_text() == compare.table(results) + "\n"
+        titles += [found["title"] for found in results]
+    assert sorted(titles) == sorted(load(name).title for name in NAMES)

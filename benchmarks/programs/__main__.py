@@ -4,7 +4,8 @@ Run it from the root:
 
     python -m benchmarks.programs                  (all programs)
     python -m benchmarks.programs --quick          (small sizes, in a few minutes)
-    python -m benchmarks.programs --only nanogpt   (programs whose name contains this)
+    python -m benchmarks.programs --only nanogpt   (programs whose name contains this, in a file
+                                                    of their own)
 
 Every way of a program runs in a process of its own. First, the batches of a run and the losses of
 another run are compared. They must be equal bit for bit. Then the ways run in turn, without a
@@ -48,8 +49,9 @@ def main() -> None:
         results.append(compare(name, size, arguments.rounds or 3, arguments.dir))
         print(table(results[-1:]), flush=True)
     print(table(results))
-    if not (arguments.quick or arguments.only):
-        path = save("programs", results)
+    if not arguments.quick:
+        # Programs that are measured alone have a file of their own.
+        path = save("-".join(filter(None, ("programs", arguments.only))), results)
         path.with_suffix(".md").write_text(table(results) + "\n")
         print(path)
 

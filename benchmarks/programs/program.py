@@ -32,6 +32,7 @@ NAMES = (
     "simulations",
     "single_cells",
     "image_augment",
+    "audio",
     "replay_buffer",
     "dqn_atari",
     "mnist",

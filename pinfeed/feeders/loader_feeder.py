@@ -140,7 +140,8 @@ class LoaderFeeder(BaseFeeder[T_co]):
         if name in STATE_METHODS:
             raise AttributeError(
                 f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give "
-                "a loader that has it (torchdata's StatefulDataLoader), or use a Feeder"
+                "a loader that has it (torchdata's StatefulDataLoader), or use a Feeder; for ids, "
+                "wrap Feeder(np.arange(n), rows=ids, ...) with fetch="
             )
         if name == _REBUILT_WITH:
             # Not an AttributeError, after which the new loader would take a default.

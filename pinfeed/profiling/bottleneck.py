@@ -40,7 +40,9 @@ CAUSES: dict[Bottleneck, str] = {
 
 ADVICE: dict[Bottleneck, str] = {
     "computing": "faster data would gain nothing",
-    "reading": "read fewer bytes, read files in blocks of rows, or use more threads or workers",
+    "reading": "read fewer bytes, read files in blocks of rows, or use more threads; threads take "
+    "turns in Python code, which holds the interpreter's lock, so use worker processes of a "
+    "DataLoader for it",
     "host_transform": "make it cheaper, raise transform_threads, or do its work before training",
     "copying": "copy fewer bytes, for example uint8 that device_transform converts, or make a "
     "device_transform cheaper, because copies wait for it",

@@ -7,7 +7,6 @@ from typing import IO, Any
 
 from pinfeed.errors import MissingDependency
 from pinfeed.memory.units import human, human_rate
-from pinfeed.profiling.bottleneck import NOTABLE
 from pinfeed.profiling.spans import (
     WAITING,
     Lane,
@@ -51,6 +50,8 @@ _BAND = "#fbe3e6"
 _QUIET = "#d9d9d9"
 _INK = "#222222"
 _FAINT = "#777777"
+# Share of waits from which the title is red. A loop that waits less needs no attention.
+_ALARMING = 0.2
 
 _WIDTH_IN = 13.0
 _TRACK_IN = 0.45
@@ -225,7 +226,7 @@ def _write_title(axes: Any, spans: Sequence[Span], shown: Sequence[Span], depth:
         loc="left",
         fontsize=15,
         fontweight="bold",
-        color=_SIGNAL if share >= NOTABLE else _INK,
+        color=_SIGNAL if share >= _ALARMING else _INK,
         pad=30,
     )
     start_s, end_s = axes.get_xlim()
