@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN = .venv/bin
-SIZE ?= 2GiB
+SIZE ?= 1GiB
 
 .PHONY: demo word2vec test lint docs pictures package gpu bench rows programs budget overhead clean
 

@@ -141,7 +141,7 @@ def parse() -> argparse.Namespace:
         "--npy", type=Path, help="stream this file (default: write demo/rows.npy and stream it)"
     )
     parser.add_argument(
-        "--size", type=size, default=size("2GiB"), help="size of the written file (default: 2GiB)"
+        "--size", type=size, default=size("1GiB"), help="size of the written file (default: 1GiB)"
     )
     return parser.parse_args()
 
