@@ -105,7 +105,7 @@ class BatchForward:
         if choice.strategy == "two_pass":
             return _outputs_in_chunks(model, inputs, choice.chunk_size, device, back)
         self._whole = self._whole or WholeSteps(device, self._config)
-        with self._whole.context(choice.strategy, [model]):
+        with self._whole.context(choice.strategy, [model], choice.device_limit):
             return to_device(call_model(model, to_device(inputs, device)), back)
 
     def _choose(self, model: nn.Module, inputs: Any, optimizer: Any) -> StrategyChoice:

@@ -108,11 +108,18 @@ class MemoryPredictor:
             return False
         if strategy != "offload":
             return step.nbytes <= self.limit
-        activations = step.breakdown["activations"]
         is_gpu = self._estimator.device == "cuda"
-        return (
-            is_gpu and activations <= self._host_limit and step.nbytes - activations <= self.limit
-        )
+        fits_on_host = step.breakdown["activations"] <= self._host_limit
+        return is_gpu and fits_on_host and self.room_for_activations(n) >= 0
+
+    def room_for_activations(self, n: int) -> int:
+        """Return the device memory that the rest of a step of ``n`` samples leaves, in bytes.
+
+        Raises:
+            EstimateError: If the step cannot be predicted.
+        """
+        step = self._estimator.at(n)
+        return self.limit - (step.nbytes - step.breakdown["activations"])
 
     def _bytes_of_chunks(self, strategy: str, n: int, chunk_size: int) -> int:
         """Return the device memory of a batch of ``n`` samples that is computed in chunks."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pinfeed.errors import ArgumentError
+from pinfeed.memory.units import MiB
 from pinfeed.training.large_batch.batches import n_samples
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
@@ -41,11 +42,13 @@ class StrategyChoice:
         strategy: Name of the strategy.
         chunk_size: Samples that are computed at a time.
         why: Reason for the choice, as a sentence.
+        device_limit: Device memory that offloaded activations may hold, in bytes.
     """
 
     strategy: Strategy
     chunk_size: int
     why: str
+    device_limit: int = MiB(512)
 
     def __repr__(self) -> str:
         return str(self)
@@ -107,8 +110,9 @@ def choose_strategy(
         if is_right(strategy):
             return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
     why = f"chunks do not give its gradients ({_described(problems)}) and"
-    if fits("offload"):
-        return StrategyChoice("offload", n, f"{why} its activations fit in host memory")
+    if predictor is not None and fits("offload"):
+        why = f"{why} its activations fit in host memory"
+        return StrategyChoice("offload", n, why, predictor.room_for_activations(n))
     if can_be_recomputed(spec.model) and fits("checkpoint") and is_right("checkpoint"):
         why = f"{why} the whole batch fits if parts of the model are recomputed"
         return StrategyChoice("checkpoint", n, why)

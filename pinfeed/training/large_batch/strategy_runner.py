@@ -274,7 +274,7 @@ class StrategyRunner:
                 return self._accumulate(self._stream.chunks(inputs, targets, size), total, key)
             # The batch has no terms, so the plain step decides what its mean is.
             inputs, targets = batches.slice_samples((inputs, targets), 0, size)
-        with self._whole.context(strategy, self._spec.modules):
+        with self._whole.context(strategy, self._spec.modules, chosen.device_limit):
             return self._spec.backward_whole(*to_device((inputs, targets), device))
 
     def _accumulate(self, chunks: batches.Chunks, total: float | None, key: Any) -> torch.Tensor:

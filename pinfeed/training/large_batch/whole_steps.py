@@ -40,18 +40,27 @@ class WholeSteps:
         self._device = device
         self._config = config
         self._offload: Offload | None = None
+        self._device_limit = 0
 
     def context(
-        self, strategy: str, modules: Sequence[nn.Module]
+        self, strategy: str, modules: Sequence[nn.Module], device_limit: int
     ) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of the forward pass; the first module is the model."""
+        """Return the context of the forward pass.
+
+        Args:
+            strategy: The strategy.
+            modules: Modules whose parameters receive gradients, the model first.
+            device_limit: Device memory for offloaded activations, in bytes.
+        """
         if strategy == "checkpoint":
             return recomputed(modules[0])
         if strategy != "offload":
             return contextlib.nullcontext()
-        if self._offload is None:
+        if self._offload is None or device_limit < self._device_limit:
+            self.close()
             limit = None if self._config is None else self._config.host_limit(free_host_bytes())
-            self._offload = Offload(self._device, host_limit=limit)
+            self._offload = Offload(self._device, host_limit=limit, device_limit=device_limit)
+            self._device_limit = device_limit
         return self._offload.step(*modules)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from support.big_batches import IGNORED, X, Y, contrastive, gradients, mlp
 from torch import nn
 from torch.nn import functional
 
-from pinfeed import BigBatch
+from pinfeed import BigBatch, Config, MiB, estimate
 from pinfeed.training.large_batch.strategy_choice import STRATEGIES
 
 
@@ -157,6 +157,38 @@ def test_after_an_error_gradients_are_as_before(where: str) -> None:
             if p.grad is not None
         )
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_activations_have_the_memory_that_the_rest_leaves() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(300, 300))]
+    model = nn.Sequential(nn.Linear(100, 300), nn.BatchNorm1d(300), *layers)
+    config = Config(
+        cpu_memory_limit=MiB(4096), gpu_memory_limit=MiB(104), optimizer=torch.optim.SGD
+    )
+    limits = []
+    with BigBatch(model, nn.MSELoss(), config=config) as big:
+        for n in (3000, 2900, 3000, 3050):
+            big.backward(torch.zeros(n, 100), torch.zeros(n, 300))
+            assert big.chosen is not None
+            assert big.chosen.strategy == "offload"
+            offload = big._runner._whole._offload
+            assert offload is not None
+            assert offload._device_limit <= big.chosen.device_limit
+            limits.append(offload._device_limit)
+            assert offload.stats.n_storages > 0
+    first, second, third, larger = limits
+    assert first == second == third > larger > 0
+    # Inputs, gradients and temporary memory are not activations.
+    step = estimate(
+        model,
+        3000,
+        input_shape=(100,),
+        output_shape=(300,),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+    )
+    assert first + step.nbytes - step.breakdown["activations"] == MiB(104)
 
 
 def test_after_an_error_the_next_batch_works() -> None:
