@@ -22,10 +22,10 @@ FAILED = 2
 INTERRUPTED = 130
 """Exit statuses other than 0; argparse uses 2 for wrong usage, too."""
 
-_TITLES = sorted(one.title for one in FORMATS.values() if one.title)
+_KINDS = sorted(kind for kind, one in FORMATS.items() if one.suffixes)
 _EPILOG = f"""\
 FILE is a file of one of these formats, whatever its extension, or a quoted
-pattern of shards: {", ".join(_TITLES)}.
+pattern of shards: {", ".join(_KINDS)}.
 FILE:NAME is one dataset, array, column or tensor of it: x.h5:/images.
 Exit status: 0, or 2 with a reason on stderr.
 """

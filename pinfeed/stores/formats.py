@@ -73,8 +73,6 @@ class FileFormat:
 
     kind: ClassVar[str]
     """Name of the format in reports, such as ``"hdf5"``."""
-    title: ClassVar[str] = ""
-    """Name of the format in text, such as ``"HDF5"``; empty if a file cannot be recognized."""
     usage: ClassVar[str]
     """Call that opens a source, and what it reads, for ``pinfeed inspect``."""
     advice: ClassVar[str] = ""
@@ -89,7 +87,6 @@ class FileFormat:
     """Names of files, one of which is in each folder of the format."""
     requirement: ClassVar[str] = ""
     """Package of the extra of pinfeed that reads the format, with its oldest version."""
-
     store: ClassVar[Any]
     """Opens the store of a source, given the path of a file, and its name if there are several."""
 
@@ -103,7 +100,9 @@ class FileFormat:
         Raises:
             PinfeedError: If the file or the name does not exist, or the file is damaged.
         """
-        raise NotImplementedError
+        if name is not None:
+            raise missing_part(path, name)
+        return [self.described(path)]
 
     def is_file(self, file: IO[bytes], start: bytes, size: int) -> bool:
         """Return whether an open file has the format, given its first bytes and its size."""
@@ -142,10 +141,9 @@ def register(kind: type[FileFormat]) -> type[FileFormat]:
     FORMATS[kind.kind] = kind()
     if kind.requirement:
         suggestions.REQUIREMENTS[kind.kind] = kind.requirement
-    if issubclass(kind, ArrayFormat) and kind.group_advice:
-        suggestions.BY_TYPE[kind.library, "Group"] = kind.group_advice
     if kind.advice:
-        suggestions.BY_START.update({kind.magic: kind.advice} if kind.magic else {})
+        starts = filter(None, (kind.magic,))
+        suggestions.BY_START.update(dict.fromkeys(starts, kind.advice))
         suggestions.BY_SUFFIX.update(dict.fromkeys(kind.suffixes, kind.advice))
         suggestions.BY_CONTENT.update(dict.fromkeys(kind.contents, kind.advice))
     return kind
@@ -197,8 +195,6 @@ class ArrayFormat(FileFormat):
     library: ClassVar[str]
     array_class: ClassVar[str]
     """Name of the library's class of arrays; that of its groups is ``Group``."""
-    group_advice: ClassVar[str] = ""
-    """Advice for an open group that is no source; empty if a feeder takes a group as a dict."""
     is_one_file: ClassVar[bool]
     """Whether the format has all arrays in one file, not in a folder."""
 
@@ -283,16 +279,10 @@ class NpyFormat(FileFormat):
     """Files of ``numpy.save``."""
 
     kind = "npy"
-    title = ".npy"
     usage = "NpyStore(path) or the path itself reads a .npy file"
     store = NpyStore
     magic = MAGIC
     suffixes = (".npy",)
-
-    def parts(self, path: str, name: str | None) -> list[Part]:
-        if name is not None:
-            raise missing_part(path, name)
-        return [self.described(path)]
 
 
 @register
@@ -300,7 +290,6 @@ class SafetensorsFormat(FileFormat):
     """Files of tensors with names."""
 
     kind = "safetensors"
-    title = "safetensors"
     store = NpyStore.safetensors
     usage = "NpyStore.safetensors(path, name) reads a tensor"
     advice = (

@@ -204,7 +204,6 @@ class HDF5Format(ArrayFormat):
     """HDF5 files, also those of netCDF, MATLAB and AnnData."""
 
     kind = "hdf5"
-    title = "HDF5"
     usage = "HDF5Store(path, name) reads a dataset"
     advice = (
         "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset, or "

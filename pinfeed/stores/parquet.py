@@ -286,7 +286,6 @@ class ParquetFormat(FileFormat):
     """Parquet files, alone or in folders."""
 
     kind = "parquet"
-    title = "Parquet"
     usage = "ParquetStore(path, name) reads a column, and columns=[...] a matrix of several"
     advice = "a Parquet file: give pinfeed.ParquetStore.columns(path)"
     table = "ParquetStore(path, columns=[...])"

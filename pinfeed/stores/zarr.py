@@ -164,7 +164,6 @@ class ZarrFormat(ArrayFormat):
     """Folders of Zarr arrays, of format 2 or 3."""
 
     kind = "zarr"
-    title = "Zarr"
     usage = "ZarrStore(path, name) reads an array"
     advice = "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"
     suffixes = (".zarr",)
@@ -172,7 +171,6 @@ class ZarrFormat(ArrayFormat):
     requirement = "zarr>=3.1"
     library = "zarr"
     array_class = "Array"
-    group_advice = "give a dict of its arrays, dict(group.arrays())"
     store = ZarrStore
     is_one_file = False
 

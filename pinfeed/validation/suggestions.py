@@ -14,11 +14,12 @@ _COPY = (
 )
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
 
-BY_TYPE = {
+_BY_TYPE = {
     ("pandas", "Series"): "give series.to_numpy()",
     ("polars", "LazyFrame"): "compute it, and give frame.collect()",
     ("polars", "Series"): "give series.to_arrow()",
     ("anndata", "AnnData"): "give pinfeed.SparseStore(adata.X), or adata.X if it is dense",
+    ("zarr", "Group"): "give a dict of its arrays, dict(group.arrays())",
     ("cupy", "ndarray"): "it is already on the GPU; index it, or give array.get()",
     ("torch", "TensorDataset"): "give dataset.tensors",
     ("torch", "DataLoader"): "give pinfeed.wrap_loader(loader)",
@@ -102,7 +103,7 @@ def of_object(value: Any) -> str:
     kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(value).__mro__]
     if isinstance(value, type):
         return f"{value.__name__} is a class; give an instance"
-    if found := next((hint for key, hint in BY_TYPE.items() if key in kinds), None):
+    if found := next((hint for key, hint in _BY_TYPE.items() if key in kinds), None):
         return found
     missing = [name for name in _OF_STORE if not hasattr(value, name)]
     if len(missing) < len(_OF_STORE) // 2:

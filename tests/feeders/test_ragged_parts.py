@@ -347,7 +347,7 @@ def test_parts_in_compressed_chunks(order: Any, limit: Any, tmp_path: Path) -> N
         ) as feeder,
     ):
         if limit == MiB(5) and order is ORDERS[2]:
-            assert "a window decodes each chunk once" in "".join(feeder.plan.notes)
+            assert "each buffer decodes a chunk once" in "".join(feeder.plan.notes)
         for epoch in range(2):
             wanted = np.asarray(order.bind(2000, epoch)(np.arange(2000)))
             size = feeder.batch_size

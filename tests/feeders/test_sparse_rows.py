@@ -255,6 +255,6 @@ def test_files_that_fit_and_files_that_do_not(
         assert "decoded into RAM during the first epoch" in notes
         assert list(decoded.values()) == [n, n]
     if limit == 5 and order is ORDERS[2]:
-        assert "a window decodes each chunk once" in notes
+        assert "each buffer decodes a chunk once" in notes
         # Windows of 64 rows in blocks of 4 rows, which are shorter than a chunk.
         assert max(decoded.values()) < 20 * n_epochs * n

@@ -28,13 +28,12 @@ def columns(path: Any, name: str = "") -> pinfeed.ArrayStore:
 @pytest.fixture
 def plain_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FileFormat]:
     """Register a format of text with two columns, and write ``x.cols`` into the current folder."""
-    for table in ("BY_START", "BY_SUFFIX", "BY_CONTENT", "BY_TYPE", "REQUIREMENTS"):
+    for table in ("BY_START", "BY_SUFFIX", "BY_CONTENT", "REQUIREMENTS"):
         monkeypatch.setattr(suggestions, table, dict(getattr(suggestions, table)))
 
     @register
     class PlainFormat(FileFormat):
         kind = "plain"
-        title = "plain columns"
         usage = "open_columns(path, name) reads a column"
         advice = "plain columns: give open_columns(path)"
         magic = b"COLS"
