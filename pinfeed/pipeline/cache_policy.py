@@ -96,8 +96,8 @@ class CachePolicy:
         least = 0
         if capacity < len(self._rows):
             # Rows that are used as often as the last of the most frequent ones enter at any use.
-            most = np.partition(self._rows, -capacity)[-capacity] if self._n_done else 0
-            least = max(2, int(most) + 1)
+            # A partition takes much longer, because most numbers are equal.
+            least = max(2, np.sort(self._rows)[-capacity].item() + 1)
         self._cache["least"] = least
         self._cache["n_used"] = self._cache["n_batches"] = 0
         self._n_done = self._n_filled = self._first_changed = 0

@@ -51,6 +51,7 @@ class CacheTransfer:
             if cached.cache not in self.caches:
                 self.caches.append(cached.cache)
             cached.positions = tensors[cached.part]
+            cached.n_read = len(group.rows if group.unread is None else group.unread)
             parts = slice(group.first, group.first + len(group.stores))
             tensors[parts] = cached.cache.lend(cached, tensors[parts], compute)
 
@@ -66,7 +67,7 @@ class CacheTransfer:
                     self.batch,
                     len(cached.rows),
                     cached.moves.n_hits,
-                    len(cached.moves.gathered) * cache.row_nbytes,
+                    cached.n_read * cache.row_nbytes,
                 )
             )
         self._count_written(cache, cached.moves.n_bypassed, written)

@@ -20,13 +20,13 @@ The rows that a flush writes are copied first. The copies are written back like 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-import numpy.typing as npt
 
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
 from pinfeed.errors import BudgetError, ClosedError, described
@@ -57,6 +57,8 @@ class CachedRows:
     """``moves.positions`` on the device, while the batch is lent."""
     gathered_values: list[Tensor] = field(default_factory=list)
     """Values of the gathered rows for each store, as they were lent."""
+    n_read: int = 0
+    """Number of rows that were read from the stores; the others were in flight, or in the cache."""
     stream: Stream | None = None
     """Stream that used these values last."""
     has_moved: bool = False
@@ -88,8 +90,6 @@ class ChangedRows(NamedTuple):
     rows: Rows
     values: Values
     """Values of the rows for each store; None for a store that the loop has not changed."""
-    staged: npt.NDArray[Any] | None = None
-    """Staging memory that the device may read until the values are computed."""
 
 
 class RowCache:
@@ -122,6 +122,8 @@ class RowCache:
         self.tensors: list[Tensor] = []
         self.stream: Stream | None = None
         self.moving = threading.RLock()
+        # Page-locked memory of slots, each with the event after its copy to the device.
+        self._staged: deque[list[Any]] = deque()
         # For each store, whether the loop has changed a row.
         self._is_changed = [False] * len(stores)
         self._is_flushed = False
@@ -158,8 +160,7 @@ class RowCache:
             ClosedError: If another thread closes the loop.
         """
         moves = cached.moves
-        with self.moving:
-            self._require_open()
+        with self._open():
             self._follow(compute)
             cached.stream = compute
             if not self.tensors:
@@ -193,8 +194,7 @@ class RowCache:
             ClosedError: If another thread closes the loop.
         """
         moves = cached.moves
-        with self.moving:
-            self._require_open()
+        with self._open():
             self._follow(compute)
             if compute != cached.stream:
                 for tensor in (cached.positions, *cached.gathered_values):
@@ -252,8 +252,25 @@ class RowCache:
     def close(self) -> None:
         """Free the device memory, because the loop has ended."""
         self._is_flushed = True
+        self._free_staged(wait=True)
         self.tensors = []
         self.stream = None
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Hold the lock while the loop moves rows.
+
+        Raises:
+            ClosedError: If another thread, or a signal handler, closes the loop.
+        """
+        with self.moving:
+            self._require_open()
+            try:
+                yield
+            except Exception:
+                # It may be the error of a cache that a signal handler has closed.
+                self._require_open()
+                raise
 
     def _require_open(self) -> None:
         """Check that the loop may use the cache.
@@ -281,25 +298,35 @@ class RowCache:
         compute = device.current_stream()
         with self.moving:
             self._follow(compute)
-            staged = device.staging(slots.nbytes).view(slots.dtype)
-            staged[...] = slots
+            values = self._empty(len(rows), self._is_changed)
             memory = device.empty(slots.nbytes, compute)
             on_device = device.tensor(memory, slots.shape, slots.dtype)
+            self._free_staged(wait=False)
+            staged = device.staging(slots.nbytes).view(slots.dtype)
+            staged[...] = slots
+            # Kept before the copy, because an interrupt may follow it.
+            self._staged.append([staged, None])
             device.copy(staged, on_device, compute)
-            return ChangedRows(rows, self.values(on_device, len(rows)), staged)
+            self._staged[-1][1] = compute.record()
+            pairs = zip(self.tensors, values, strict=True)
+            copies = [RowCopy(held, one, taken=on_device) for held, one in pairs if one is not None]
+            device.copy_rows(copies, compute)
+            return ChangedRows(rows, values)
 
-    def values(self, slots: Tensor, n: int) -> Values:
-        """Return a copy of the rows in some slots, for each store that the loop has changed.
+    def _free_staged(self, *, wait: bool) -> None:
+        """Free the staging memory whose copies are done.
 
         Args:
-            slots: The slots, int32, on the device.
-            n: Number of slots.
+            wait: Whether to wait for the others, and free all of it.
         """
-        found = self._empty(n, self._is_changed)
-        pairs = zip(self.tensors, found, strict=True)
-        copies = [RowCopy(held, rows, taken=slots) for held, rows in pairs if rows is not None]
-        self.device.copy_rows(copies, self.stream)
-        return found
+        while self._staged:
+            copied = self._staged[0][1]
+            if wait:
+                # The copy may still read memory that is about to be freed.
+                (copied or self.device.current_stream().record()).sync()
+            elif copied is None or not copied.is_done():
+                return
+            self._staged.popleft()
 
     def _held(self, cached: CachedRows, new: Values) -> list[RowCopy]:
         """Return the copies of rows that are in the cache after the batch."""

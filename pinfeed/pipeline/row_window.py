@@ -39,9 +39,9 @@ So the stream of the loop has passed the write before it uses the memory again. 
 changed its stream since, the memory is shared with the new stream first. A program that changes its
 stream makes the new one wait for the step, as torch demands, so rows in flight need no wait.
 
-A row in a cache is in flight until the loop ends. It is neither gathered nor written, and
-row_cache.py brings its newest value. The copies that a flush writes are shared with the stream of
-the writes.
+A row in a cache is not gathered, and only a flush writes it: row_cache.py brings its newest value
+to each batch. The copies that a flush writes are shared with the stream of the writes. Two parts of
+them are in memory at a time, so a flush waits for the write of the last part before it queues one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites
+from pinfeed.rows.orders import Rows
 from pinfeed.stores.store import Store
+
+_Stored = tuple[Sequence[tuple[Store, Tensor]], Rows, Tensor | None]
 
 _ENDED = "the loop has ended, and its batches with it; begin another loop"
 
@@ -101,8 +104,8 @@ class RowWindow:
         self._read = transfer.read_stream
         self._write = transfer.write_stream
         self.caches = transfer.caches
-        # Page-locked memory from which rows of caches are being copied.
-        self._staged: list[Any] = []
+        # Event after the last write of rows of a cache.
+        self._flushed: Event | None = None
         # The batches of the window and the one before them, by number, oldest first.
         self._batches: dict[int, _InFlight] = {}
 
@@ -136,7 +139,7 @@ class RowWindow:
         """
         batch = self._batch(number)
         compute = self.device.current_stream()
-        stored: list[list[tuple[Store, Tensor]]] = []
+        stored: list[_Stored] = []
         for g, (group, tensors) in enumerate(zip(groups, values, strict=True)):
             for tensor in tensors or ():
                 if tensor is not None:
@@ -147,40 +150,47 @@ class RowWindow:
             changed = {i: tensor for i, tensor in enumerate(tensors or ()) if tensor is not None}
             batch.changed[g].update(changed)
             for i, tensor in changed.items():
+                # Its memory is freed in the stream in which the loop requests a later batch.
+                self.device.share(tensor, batch.stream)
                 batch.values[g][i] = tensor
-            stored.append([(group.stores[i], tensor) for i, tensor in changed.items()])
-        if has_failed:
-            return
-        timeline = self.counters.timeline
-        self._write.wait(compute.record())  # the values may not be computed yet
-        begun = None if timeline is None else self._write.record(timed=True)
-        for group, pairs, indices in zip(groups, stored, batch.indices, strict=True):
-            if pairs and len(group.written):
-                self.device.write(pairs, group.written, self._write, indices)
-        batch.written = self._write.record(timed=begun is not None)
-        if timeline is not None and begun is not None:
-            timeline.add_timed("write", number, begun, batch.written)
+            pairs = [(group.stores[i], tensor) for i, tensor in changed.items()]
+            stored.append((pairs, group.written, batch.indices[g]))
+        if not has_failed:
+            batch.written = self._queue_write(number, stored)
 
     def write_cached(self, group: RowGroup, changed: ChangedRows) -> None:
         """Queue a write of rows of a cache (consumer, or a thread that ends the loop)."""
+        if self._flushed is not None:
+            self._flushed.sync()  # the parts of a cache may not fit in memory together
+        pairs = zip(group.stores, changed.values, strict=True)
+        values = [(store, tensor) for store, tensor in pairs if tensor is not None]
+        for _, tensor in values:
+            self.device.share(tensor, self._write)
+        self._flushed = self._queue_write(self.caches.batch, [(values, group.rows, None)])
+
+    def _queue_write(self, number: int, stored: Sequence[_Stored]) -> Event:
+        """Queue a write of values that are queued to be computed; return the event after it.
+
+        Args:
+            number: Number of the batch, for the timeline.
+            stored: Values with their stores, their row indices, and these indices on the device.
+        """
+        timeline = self.counters.timeline
         compute = self.device.current_stream()
         self._write.wait(compute.record())  # the values may not be computed yet
-        stored = []
-        for store, tensor in zip(group.stores, changed.values, strict=True):
-            if tensor is not None:
-                self.device.share(tensor, self._write)
-                stored.append((store, tensor))
-        self._staged.append(changed.staged)
-        self.device.write(stored, group.rows, self._write)
+        begun = None if timeline is None else self._write.record(timed=True)
+        for values, rows, indices in stored:
+            if values and len(rows):
+                self.device.write(values, rows, self._write, indices)
+        written = self._write.record(timed=begun is not None)
+        if timeline is not None and begun is not None:
+            timeline.add_timed("write", number, begun, written)
+        return written
 
     def finish(self) -> None:
         """Wait until all writes are in their stores (consumer, or a thread that ends the loop)."""
-        # Another thread may queue a write now, whose copies are not awaited here.
-        staged = self._staged
-        self._staged = []
         # After an interrupt in ``write``, too, which may have come before its event.
         self._write.record().sync()  # the caller reads the stores, or frees the values next
-        del staged
 
     def quiesce(self) -> None:
         """Wait for queued copies and release their memory (consumer)."""

@@ -29,6 +29,9 @@ class LoopWrites:
     def __init__(self, threads: LoopThreads, caches: CacheTransfer | None = None) -> None:
         self._threads = threads
         self._caches = caches
+        # Held from taking values of a cache until they are queued. Another thread or a signal
+        # handler that closes the feeder must not take or queue the values of caches in between.
+        self._adding = threading.RLock()
         self._has_failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised. It causes all later errors."""
@@ -81,8 +84,9 @@ class LoopWrites:
         """
         if self._caches is None:
             return
-        for group, changed in self._caches.changed_rows(is_last=is_last):
-            self._write_cached(group, changed)
+        with self._adding:
+            for group, changed in self._caches.changed_rows(is_last=is_last):
+                self._write_cached(group, changed)
         if is_last:
             self._caches.note_flushed()
 
@@ -149,9 +153,6 @@ class WriteQueue(LoopWrites):
         self._counters = writer.counters
         self._limit = limit
         self._calls: deque[Pending[None]] = deque()
-        # Held from taking values of a cache until they are queued. Another thread or a signal
-        # handler that closes the feeder must not take or queue the values of caches in between.
-        self._adding = threading.RLock()
 
     def write(
         self,
@@ -194,10 +195,6 @@ class WriteQueue(LoopWrites):
         while self._calls and self._is_oldest_done():
             self._take()
         self._raise_noted(is_over=self._writer.log.has_failed)
-
-    def flush(self, *, is_last: bool = False) -> None:
-        with self._adding:
-            super().flush(is_last=is_last)
 
     def finish(self) -> None:
         if not self._calls:

@@ -69,8 +69,6 @@ class PendingWrite:
     """Event after the copies."""
     begun: Event | None = None
     """Timed event before the copies; None if they are not timed."""
-    source: npt.NDArray[Any] | None = None
-    """Staging memory that the device reads to compute the values."""
     started_s: float = 0.0
     """Time at which the copies were queued."""
     error: Exception | None = None
@@ -149,9 +147,7 @@ class Writer:
         # log keeps their values afterwards.
         compute = self.device.current_stream()
         values = [list(changed.values)]
-        pending = self._pending(WriteLog(), self.caches.batch, [group], values, compute)
-        pending.source = changed.staged
-        return pending
+        return self._pending(WriteLog(), self.caches.batch, [group], values, compute)
 
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Any:
         """Copy values of a group's store ``i``."""

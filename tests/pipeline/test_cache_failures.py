@@ -207,12 +207,14 @@ def test_a_flush_whose_first_part_fails(
 
 
 @pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("device", DEVICES)
+@WAYS
 def test_a_flush_takes_the_memory_of_a_few_parts(
-    depth: int, monkeypatch: pytest.MonkeyPatch
+    window: bool, device: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 40)
-    run = CachedRun(BATCHES, capacity=N, policy=None)
-    sim = SimDevice(favour(*STREAMS, *SLOTS))
+    run = CachedRun(BATCHES, capacity=N, policy=None, window=window)
+    sim = SimDevice(DEVICES[device], direct=window)
     runner = run.runner(sim, depth)
     for i, lent in enumerate(runner.run(lambda lent: lent)):
         run.step(sim, runner, i, lent)
@@ -250,6 +252,25 @@ def test_a_loop_that_ends_because_memory_is_missing(window: bool, depth: int) ->
     assert_equal(run, 6)
 
 
+@WAYS
+def test_a_flush_for_whose_values_no_memory_is_left(window: bool) -> None:
+    """No staging memory is freed while the device copies from it."""
+    rows = [[0, 1, 2], [3, 4, 5], [6, 7, 8]] * 2
+    expected = CachedRun(rows).synchronous().arrays
+    run = CachedRun(rows, capacity=N, policy=None, window=window)
+    # The stream of the steps is late.
+    sim = Small(favour("read", "pinfeed-read"), direct=window)
+    runner = run.runner(sim, 2)
+    batches = runner.run(lambda lent: lent)
+    for i in range(6):
+        run.step(sim, runner, i, next(batches))
+    # The slots fit, and the values only in several parts.
+    sim.most = 48
+    runner.close()
+    for found, wanted in zip(run.arrays, expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_an_interrupt_before_a_write_is_queued(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writes after it do not use staging memory that earlier rows are scattered from."""
@@ -282,17 +303,17 @@ def test_an_interrupt_of_the_last_flush(
 ) -> None:
     """An impatient user loses nothing, because the loop begins the flush again."""
     n_left = 2
-    values = RowCache.values
+    copied = RowCache._copied
 
     def interrupted(self: RowCache, *args: Any) -> Any:
         nonlocal n_left
         n_left -= 1
         if n_left == 0:
             raise KeyboardInterrupt
-        return values(self, *args)
+        return copied(self, *args)
 
     monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 40)
-    monkeypatch.setattr(RowCache, "values", interrupted)
+    monkeypatch.setattr(RowCache, "_copied", interrupted)
     run = CachedRun(BATCHES, capacity=N, policy=None, window=window)
     sim = SimDevice(favour(*STREAMS, *SLOTS), direct=window)
     runner = run.runner(sim, depth)

@@ -111,6 +111,13 @@ def test_later_loops_keep_the_most_frequent_rows() -> None:
     assert held(tested, 100) == {10, 11}
 
 
+def test_a_loop_that_is_left_at_once_changes_nothing() -> None:
+    tested = CachePolicy(100, 2)
+    run(tested, [{10, 11}] * 40)
+    tested.begin()
+    assert run(tested, [{0, 1}, {0, 1}, {10, 11}, {10, 11}]) == [0, 0, 0, 2]
+
+
 def test_old_loops_count_less() -> None:
     tested = CachePolicy(100, 2)
     run(tested, [{0, 1}] * 40)

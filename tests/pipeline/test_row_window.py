@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.internals import runner_of
-from support.schedules import randomly, stalling, switch
+from support.schedules import SLOTS, randomly, stalling, switch
 from support.table_runs import check
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
@@ -165,6 +165,40 @@ def test_memory_of_a_stream_that_the_loop_has_left(
     monkeypatch.setattr(RowWindow, name, unshared)
     device = SimTorchDevice(worst(), direct=True)
     assert not np.array_equal(trained_beside_other_work(device, leaves=leaves), expected)
+
+
+@pytest.mark.parametrize("cache", [0.3, 0.6])
+@pytest.mark.parametrize("i", range(3))
+def test_a_write_in_another_stream_than_the_batch(i: int, cache: float) -> None:
+    """The loop then goes back, and the other stream does other work."""
+
+    def trained(device: SimTorchDevice, device_cache: float | None) -> np.ndarray:
+        start = np.arange(48, dtype=np.float32).reshape(16, 3)
+        table = HostEmbedding(16, 3, store=ArrayStore(start), device_cache=device_cache)
+        optimizer = RowOptimizer(torch.optim.SGD, [table], lr=0.1)
+        ids = [torch.tensor([i % 16, (i + 3) % 16, 5, 11]).unique() for i in range(12)]
+        loop = train_rows(
+            ids, {table: lambda ids: ids}, optimizer=optimizer, device=device, depth=1
+        )
+        with device.factories():
+            for i, batch in enumerate(loop):
+                table(batch).pow(2).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if i % 3 == 2:
+                    switch(device, "another")
+                elif i % 3 == 0 and i:
+                    switch(device, "compute")
+                if i % 3 != 2:
+                    for _ in range(4):
+                        other_work(device, "another")
+        return start
+
+    streams = ("compute", "read", "pinfeed-read")
+    late = (("another", *streams), ("another", "pinfeed-read"), ("another", "compute"))[i]
+    expected = trained(SimTorchDevice(favour("compute", "another", *SLOTS), direct=True), None)
+    found = trained(SimTorchDevice(favour(*late), direct=True), cache)
+    np.testing.assert_array_equal(found, expected)
 
 
 class Failing(SimTorchDevice):
