@@ -19,7 +19,6 @@ from pinfeed.rows.length_batches import most_in_blocks
 from pinfeed.rows.orders import Order, PerRank, Rows, Sequential, windows
 from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import Window, Windows, WrappedWindows
-from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import RunGather, run_gather
@@ -28,6 +27,7 @@ from pinfeed.stores.ragged import RaggedParts, RaggedStore
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Store
+from pinfeed.stores.window_store import WindowStore
 
 # Sources that are read alike have one note each if they are at most this many.
 _MOST_NOTES = 4
@@ -220,6 +220,11 @@ class Reads(NamedTuple):
             found.append(window_allocation(self.windows, self.file.row_nbytes, self.n_batch_rows))
         return min((item.total for item in found), default=0)
 
+    @property
+    def run_nbytes(self) -> int:
+        """Bytes that are at least read at once."""
+        return self.file.row_nbytes * min((view.run_length for view in self.views), default=1)
+
 
 class Budget:
     """Free memory, of which each file leaves the next ones what they need.
@@ -268,7 +273,8 @@ def reads_of_items(
     store: RaggedStore, part: Store, order: Any, n_batch_rows: int, mapped: Sequence[ShardedStore]
 ) -> Reads | None:
     """Return the reads of one part of the items of ragged rows; None if it is not in files."""
-    items = file_of(part)
+    # Windows are other rows than those of their file.
+    items = None if isinstance(part, WindowStore) else file_of(part)
     if items is None or not items.row_nbytes:
         return None
     mean = store.row_lengths.mean * items.row_nbytes
@@ -321,7 +327,7 @@ def is_in_sequence(order: Any) -> bool:
 
 def may_copy(store: FileStore) -> bool:
     """Return whether rows may be copied into memory before they are needed."""
-    return not (store.writable or (isinstance(store, ShardedStore) and store.overlaps))
+    return not store.writable
 
 
 def _views(file: FileStore, stores: Iterable[Store]) -> tuple[WindowStore, ...]:

@@ -134,12 +134,11 @@ class ResidentFile(ReadStrategy):
         self._find_loaded()
         return memory_rows_of(self._rows) if self._is_loaded.all() else None
 
-    def for_others(self) -> ReadStrategy:
-        return DirectReads(self)
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        return memory_rows_of(self._rows)
 
-    @property
-    def may_be_in_memory(self) -> bool:
-        return memory_rows_of(self._rows) is not None
+    def for_others(self) -> ReadStrategy:
+        return _SharedReads(self)
 
     def close(self) -> None:
         """Free the memory; a gather that is running keeps it until it ends."""
@@ -234,6 +233,18 @@ class ResidentFile(ReadStrategy):
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+
+
+class _SharedReads(DirectReads):
+    """Strategy that gathers rows which another strategy loads."""
+
+    _store: ResidentFile
+
+    def memory_rows(self) -> MemoryRows | None:
+        return self._store.memory_rows()
+
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        return self._store.memory_rows_when_loaded()
 
 
 class InMemoryCopy(ResidentFile):
@@ -372,9 +383,8 @@ class LaterCopy(ReadStrategy):
         first = self._first.for_others() or self._first
         return LaterCopy(self._store, first, self._copy, self._copy.for_others())
 
-    @property
-    def may_be_in_memory(self) -> bool:
-        return self._copy.may_be_in_memory
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        return self._copy.memory_rows_when_loaded()
 
     @property
     def may_open_ahead(self) -> bool:

@@ -49,7 +49,6 @@ from pinfeed.readahead.windows import (
 )
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Sequential
-from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import run_gather
@@ -59,6 +58,7 @@ from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Store
+from pinfeed.stores.window_store import WindowStore
 
 # Chunks per block in the recommended block-shuffled order. A block may begin within a chunk, so it
 # decodes up to one more chunk. A window of 16 blocks should not be too large.
@@ -177,7 +177,7 @@ def _choose(file: FileStore, reads: Reads, *, are_items: bool = False) -> Choice
     if reads.windows is not None:
         return _read_windows(file, reads, why)
     advice = "a block_shuffled order allows long contiguous reads"
-    if isinstance(file, LocalFileStore) and file.keep_cache and _is_read_whole(file, reads.share):
+    if isinstance(file, LocalFileStore) and file.keep_cache and _is_read_whole(reads):
         reason = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background{why}; {advice}"
         return PageCacheReadahead(file), reason
     return DirectReads(file), f"read row by row, with many reads at a time{why}; {advice}"
@@ -220,7 +220,7 @@ def _is_map_worth_it(store: LocalFileStore, reads: Reads) -> bool:
     if reads.share > 0.5:
         return True
     in_runs = is_in_sequence(reads.order) or reads.windows is not None
-    return not in_runs and _is_read_whole(store, reads.share)
+    return not in_runs and _is_read_whole(reads)
 
 
 def _map(store: LocalFileStore, reads: Reads) -> MappedFile | None:
@@ -282,12 +282,7 @@ def _memory_problem(reads: Reads) -> str:
 def _read_windows(store: ShardedStore, reads: Reads, why: str) -> Choice:
     """Read windows ahead, into memory if that is possible, else into the page cache."""
     assert reads.windows is not None
-    if store.writable:
-        problem = "the file is open for writing"
-    elif store.overlaps:
-        problem = "rows overlap, so copies would need more memory than the file"
-    else:
-        problem = _memory_problem(reads)
+    problem = "the file is open for writing" if store.writable else _memory_problem(reads)
     if not problem:
         strategy = WindowReadahead(store, reads.windows, reads.n_batch_rows)
         return strategy, f"read ahead window by window, in long contiguous reads{why}"
@@ -295,6 +290,6 @@ def _read_windows(store: ShardedStore, reads: Reads, why: str) -> Choice:
     return PageCacheReadahead(store), reason
 
 
-def _is_read_whole(store: FileStore, share: float) -> bool:
+def _is_read_whole(reads: Reads) -> bool:
     """Return whether reading the whole file in sequence is faster than its rows at random."""
-    return share * SEEK_BYTES >= store.row_nbytes
+    return reads.share * SEEK_BYTES >= reads.run_nbytes

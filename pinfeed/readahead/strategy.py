@@ -102,17 +102,16 @@ class ReadStrategy:
         """Return where the rows are, if all are in memory and can be copied natively."""
         return None
 
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        """Return where the rows are, now or when files have been loaded, as ``memory_rows``."""
+        return self.memory_rows()
+
     def for_others(self) -> ReadStrategy | None:
         """Return a strategy for other windows of the same rows, which this one loads for both.
 
         It is None if this strategy keeps no rows that others could use.
         """
         return None
-
-    @property
-    def may_be_in_memory(self) -> bool:
-        """Whether ``memory_rows`` may find the rows, now or when a file has been loaded."""
-        return self.memory_rows() is not None
 
     @property
     def may_open_ahead(self) -> bool:

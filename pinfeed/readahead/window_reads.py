@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.ranks import Interval
 from pinfeed.rows.windows import Window, Windows, WrappedWindows, usual_run
-from pinfeed.stores.axis_windows import WindowStore
-from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.host_rows import CheckStop, Gather, StoreRows, never, run_gather
+from pinfeed.stores.mapped_store import MappedStore
 from pinfeed.stores.store import Array
+from pinfeed.stores.window_store import WindowStore
+
+_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -75,13 +81,14 @@ class ItemWindows(WrappedWindows):
             extent: Items from the first one of a row to the last one, both included.
         """
         n_rows = self.windows.window_rows
-        kept = [part for part in store.parts if part.n_windows]
-        most = min(n_rows * extent, max(part.n_items for part in kept) * len(kept))
-        if len(kept[0].axes) == 1:
+        has_windows = store.counts.all(axis=1)
+        sizes = [math.prod(store.shapes[i]) for i in np.flatnonzero(has_windows).tolist()]
+        most = min(n_rows * extent, max(sizes) * len(sizes))
+        if len(store.axes) == 1:
             # Consecutive rows overlap, up to the end of the axis, or of a run. A run may begin and
             # end within the axis, and so has one piece more than whole axes.
-            (axis,) = kept[0].axes.values()
-            n_along = min(part.counts[-1] for part in kept)
+            (axis,) = store.axes.values()
+            n_along = int(store.counts[has_windows, -1].min())
             n_runs = n_rows // max(1, self.windows.block_rows) + 2
             n_pieces = 2 * n_runs + n_rows // n_along
             most = min(most, n_rows * axis.step + n_pieces * extent)
@@ -93,7 +100,7 @@ def _n_rows(runs: Sequence[Interval]) -> int:
 
 
 class WindowReads(ReadStrategy):
-    """Strategy that gathers windows as rows of items.
+    """Strategy that gathers windows as runs of items.
 
     Args:
         store: The windows.
@@ -106,27 +113,46 @@ class WindowReads(ReadStrategy):
     ) -> None:
         self._store = store
         self._stores = stores
-        self._strategy = strategy
+        self.item_strategy = strategy
         self.items = strategy.items
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         of_items = None if windows is None else ItemWindows(windows, self._stores)
-        with self._strategy.open_epoch(of_items, start, stop) as open_batch:
+        with self.item_strategy.open_epoch(of_items, start, stop) as open_batch:
             if isinstance(open_batch, AnyBatch):
                 yield AnyBatch(self._of_items(open_batch.make))
             else:
                 yield lambda position, n: self._of_items(open_batch(position, n))
 
+    def memory_rows(self) -> MemoryRows | None:
+        return self._store.memory_rows_in(self.item_strategy.memory_rows())
+
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        return self._store.memory_rows_in(self.item_strategy.memory_rows_when_loaded())
+
     @property
     def may_open_ahead(self) -> bool:
-        return self._strategy.may_open_ahead
+        return self.item_strategy.may_open_ahead
 
     def close(self) -> None:
-        self._strategy.close()
+        self.item_strategy.close()
 
     def _of_items(self, make: Callable[[Rows], UnreadRows]) -> Callable[[Rows], UnreadRows]:
-        return lambda rows: _WindowRows(self._store, make(self._store.items_of(rows)), len(rows))
+        """Return a function that makes the windows of a batch, given one that makes its items."""
+        items = make(_NO_ROWS)
+        if not isinstance(items, StoreRows):
+            # The items are sorted by chunk.
+            return lambda rows: _WindowRows(self._store, make(self._items_of(rows)), len(rows))
+        gather: Gather = functools.partial(self._store.gather_items, run_gather(items.store))
+        if isinstance(items.store, (ArrayStore, MappedStore)):
+            # All items are in memory.
+            memory_rows = self._store.memory_rows_in(items.store.memory_rows)
+            gather = gather if memory_rows is None else memory_rows.gather
+        return functools.partial(StoreRows, self._store, gather=gather)
+
+    def _items_of(self, rows: Rows) -> Rows:
+        return self._store.item_runs(rows).rows()
 
 
 class _WindowRows:
@@ -146,7 +172,7 @@ class _WindowRows:
 
     def cut(self, begin: int, end: int) -> _WindowRows:
         """Return windows [begin, end) of these."""
-        n = len(self._store.offsets)
+        n = self._store.n_items
         return _WindowRows(self._store, self._items.cut(begin * n, end * n), end - begin)
 
     def read(self, out: Array, check_stop: CheckStop = never) -> None:

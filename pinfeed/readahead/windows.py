@@ -217,10 +217,11 @@ class _Window:
             threads.submit(gather, part, array) for part in _joined(store, wanted)
         ]
 
-    def find(self, rows: Rows) -> Rows:
-        """Return the positions of rows in the window, -1 for others."""
-        run = np.searchsorted(self._starts, rows, side="right") - 1
-        return np.where((run >= 0) & (rows < self._stops[run]), rows + self._shifts[run], -1)
+    def find(self, starts: Rows, lengths: Rows | int = 1) -> Rows:
+        """Return the positions of runs in the window, -1 for those that it does not have whole."""
+        run = np.searchsorted(self._starts, starts, side="right") - 1
+        is_here = (run >= 0) & (starts + lengths <= self._stops[run])
+        return np.where(is_here, starts + self._shifts[run], -1)
 
     def wait(self) -> ArrayStore:
         """Return the rows of the window, once they have been read."""
@@ -293,11 +294,11 @@ class WindowBatch:
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.
 
-        Each run is a part of one run of a window, or of none. The caller has checked all arguments.
+        A run that no window has whole is read from the file. The caller has checked all arguments.
         """
         left = runs.take(np.flatnonzero(runs.lengths))
         for window in self._windows:
-            found = window.find(left.starts)
+            found = window.find(left.starts, left.lengths)
             is_here = found >= 0
             if is_here.any():
                 here = Runs(found[is_here], left.lengths[is_here], left.places[is_here])

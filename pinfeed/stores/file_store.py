@@ -99,6 +99,11 @@ class FileStore(ReadOnly):
         """A value that changes with the rows, if that is known without reading."""
         return 0
 
+    @property
+    def can_be_memory_rows(self) -> bool:
+        """Whether compiled functions can copy the rows from memory maps of the files."""
+        return False
+
     def rows_in(self, nbytes: int) -> int:
         """Return how many consecutive rows begin within ``nbytes`` bytes, at least 1."""
         return max(1, nbytes * self.n_rows // max(1, self.nbytes))
