@@ -12,9 +12,10 @@ import numpy.typing as npt
 from pinfeed.errors import FileMissing, ReadError
 from pinfeed.memory.proc_maps import FileKey
 from pinfeed.native.library import Kind, request_each
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.array import copy_runs
 from pinfeed.stores.mapped_store import FileMap
 from pinfeed.stores.page_cache import PageCache
 from pinfeed.stores.sharded_file import RowLayout
@@ -96,7 +97,7 @@ class FileReader:
             ReadError: If the file has shrunk or cannot be read.
         """
         runs = runs.merged()
-        if self._layout.row_nbytes:
+        if len(runs.starts) >= _SPAN_RUNS and self._layout.row_nbytes:
             runs = self._read_spans(runs, out)
         if len(runs.lengths) == 1:
             self._read_one(runs, 0, out)
@@ -110,27 +111,36 @@ class FileReader:
         """
         starts, lengths, _ = runs
         nbytes = self._layout.row_nbytes
-        gaps = starts[1:] - (starts[:-1] + lengths[:-1])
-        follows = (starts[1:] >= starts[:-1]) & (gaps * nbytes <= mmap.PAGESIZE)
-        bounds = np.flatnonzero(np.concatenate(([True], ~follows, [True])))
-        is_left = np.ones(len(starts), np.bool_)
-        for number in np.flatnonzero(np.diff(bounds) >= _SPAN_RUNS).tolist():
-            begin, end = bounds[number : number + 2].tolist()
-            is_left[begin:end] = False
+        steps = starts[1:] - starts[:-1]
+        is_near = (steps >= 0) & (steps <= lengths[:-1] + mmap.PAGESIZE // nbytes)
+        cuts = np.flatnonzero(~is_near)
+        if len(starts) - len(cuts) < _SPAN_RUNS:
+            return runs
+        bounds = np.concatenate(([0], cuts + 1, [len(starts)]))
+        counts = bounds[1:] - bounds[:-1]
+        is_long = counts >= _SPAN_RUNS
+        for begin, n_runs in zip(
+            bounds[:-1][is_long].tolist(), counts[is_long].tolist(), strict=True
+        ):
+            end = begin + n_runs
             while begin < end:
                 limit = starts.item(begin) + _SPAN_BYTES // nbytes
                 stop = begin + max(1, int(starts[begin:end].searchsorted(limit)))
                 self._read_span(Runs(*(numbers[begin:stop] for numbers in runs)), out)
                 begin = stop
-        return runs if is_left.all() else runs.take(np.flatnonzero(is_left))
+        return runs.take(np.flatnonzero(~is_long.repeat(counts)))
 
     def _read_span(self, runs: Runs, out: Bytes) -> None:
         """Read the rows from the first to the last one of ascending runs, and copy the runs."""
         first = runs.starts.item(0)
-        n_rows = int((runs.starts + runs.lengths).max()) - first
+        n_rows = (runs.starts + runs.lengths).max().item() - first
         span = np.empty((n_rows, self._layout.row_nbytes), np.uint8)
         self._read_bytes(self._layout.begin(first), span.reshape(-1))
-        ArrayStore(span).gather_runs(runs._replace(starts=runs.starts - first), out)
+        within = runs._replace(starts=runs.starts - first)
+        if (memory_rows := MemoryRows.of_array(span)) is None:
+            copy_runs(span, within, out)
+        else:
+            memory_rows.gather_runs(*within, out)
 
     def _read_bytes(self, begin: int, out: Bytes) -> None:
         """Read the bytes from ``begin`` on into ``out``, which has one axis."""
