@@ -259,10 +259,11 @@ def reads_of_rows(
     mapped: Sequence[ShardedStore],
 ) -> Reads | None:
     """Return the reads of the rows of one of the stores; None if they are not in files."""
-    file = file_of(store)
+    views = _views(store, stores)
+    # All windows of one file are read together, also if the file was opened for each of them.
+    file = file_of((views or (store,))[0])
     if file is None or not file.row_nbytes:
         return None
-    views = _views(file, stores) if isinstance(store, WindowStore) else ()
     row_nbytes = sum(view.row_nbytes for view in views) or file.row_nbytes
     share = _share(order, store.n_rows, row_nbytes, file.nbytes)
     found = _windows(file, order, views)
@@ -292,8 +293,7 @@ def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[A
     found: list[tuple[Windows, int]] = []
     for store in stores:
         file = file_of(store)
-        views = _views(file, stores) if isinstance(store, WindowStore) and file else ()
-        # All windows of one file are read together.
+        views = _views(store, stores)
         if file is not None and may_copy(file) and store is (views or (store,))[0]:
             of_file = _windows(file, order, views)
             if of_file is not None:
@@ -330,10 +330,13 @@ def may_copy(store: FileStore) -> bool:
     return not store.writable
 
 
-def _views(file: FileStore, stores: Iterable[Store]) -> tuple[WindowStore, ...]:
-    """Return the stores of windows of the items of a file."""
-    windows_of_items = (store for store in stores if isinstance(store, WindowStore))
-    return tuple(store for store in windows_of_items if file_of(store) is file)
+def _views(store: Store, stores: Iterable[Store]) -> tuple[WindowStore, ...]:
+    """Return the stores whose windows are read together with those of a store, and this one."""
+    file = file_of(store)
+    if file is None or not isinstance(store, WindowStore):
+        return ()
+    others = (other for other in stores if isinstance(other, WindowStore))
+    return tuple(other for other in others if file.has_rows_of(file_of(other)))
 
 
 def _share(order: Any, n_rows: int, row_nbytes: float, nbytes: int) -> float:

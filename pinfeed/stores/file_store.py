@@ -104,6 +104,10 @@ class FileStore(ReadOnly):
         """Whether compiled functions can copy the rows from memory maps of the files."""
         return False
 
+    def has_rows_of(self, other: FileStore | None) -> bool:
+        """Return whether another store reads the same rows of the same files in the same way."""
+        return self is other
+
     def rows_in(self, nbytes: int) -> int:
         """Return how many consecutive rows begin within ``nbytes`` bytes, at least 1."""
         return max(1, nbytes * self.n_rows // max(1, self.nbytes))

@@ -121,6 +121,15 @@ class LocalFileStore(ShardedStore):
     def can_be_memory_rows(self) -> bool:
         return self.can_map and not self._swapped
 
+    def has_rows_of(self, other: FileStore | None) -> bool:
+        if type(other) is not type(self) or self.writable or other.writable:
+            return self is other
+        return (self._layouts, self._keep_cache, self._memory_map) == (
+            other._layouts,
+            other._keep_cache,
+            other._memory_map,
+        )
+
     @property
     def can_map(self) -> bool:
         """Whether rows may be gathered from memory maps of the files.

@@ -205,18 +205,35 @@ def test_the_plan_counts_the_file_once(path: Path) -> None:
             assert "train.bin, 11.7 KiB: read through the OS page cache" in unwrapped(feeder.plan)
 
 
-def test_the_plan_counts_a_file_of_inputs_and_targets_once(path: Path) -> None:
-    how: dict[str, Any] = {"dtype": "uint16", "span": 120}
+@pytest.mark.parametrize(
+    ("order", "free", "item"),
+    [
+        (rows.shuffled(0), KiB(600), "page cache"),
+        (rows.shuffled(0), KiB(600), "rows of a file"),
+        (rows.block_shuffled(0, block_rows=1 << 14, window_blocks=1), KiB(400), "windows"),
+    ],
+    ids=str,
+)
+def test_a_file_of_inputs_and_targets_is_loaded_once(
+    tmp_path: Path, order: Any, free: int, item: str
+) -> None:
+    series = np.arange(1 << 18, dtype=np.uint16)
+    series.tofile(tmp_path / "x.bin")
+    how: dict[str, Any] = {"dtype": "uint16", "span": 120, "step": 3}
+    how["memory_map"] = item == "page cache"
     with (
-        NpyStore.windows(path, length=96, **how) as past,
-        NpyStore.windows(path, length=24, start=96, **how) as future,
+        NpyStore.windows(tmp_path / "x.bin", length=96, **how) as past,
+        NpyStore.windows(tmp_path / "x.bin", length=24, start=96, **how) as future,
     ):
-        plan = choose([past, future], rows.shuffled(0), 300, FreeMemory(0, 12_100))
-        kinds = [type(strategy.item_strategy) for strategy in plan.strategies]  # type: ignore[attr-defined]
-        assert kinds == [MappedFile, MappedFile]
-        assert [item.total for item in plan.items] == [12_000]
+        plan = choose([past, future], order, 300, FreeMemory(free, free))
+        assert [item in (found.what, found.place) for found in plan.items] == [True]
         for strategy in plan.strategies:
             strategy.close()
+        with Feeder((past, future), batch_size=64, rows=order, device="cpu") as feeder:
+            numbers = order.bind(past.n_rows, 0)(np.arange(past.n_rows))
+            x, y = (np.concatenate(parts) for parts in zip(*feeder, strict=True))
+    expected = windows_of(series, 120, 3, 0, 120)[numbers]
+    np.testing.assert_array_equal(np.concatenate([x, y], 1), expected)
 
 
 def test_a_shard_that_is_given_twice_is_counted_once(path: Path) -> None:
