@@ -296,6 +296,24 @@ def test_across_files_is_a_flag(paths: list[Path]) -> None:
         NpyStore.windows(paths, length=1500, dtype="uint16", offset=HEADER)
 
 
+@pytest.mark.parametrize("axis", [0, 1, (0, 1)])
+def test_files_are_joined_along_their_first_axis(tmp_path: Path, axis: Any) -> None:
+    array = np.arange(9 * 7 * 2).reshape(9, 7, 2)
+    files = [saved(tmp_path / f"{i}.npy", part) for i, part in enumerate(np.split(array, [2, 3]))]
+    whole = saved(tmp_path / "whole.npy", array)
+    how: dict[str, Any] = {"axis": axis, "length": 3, "stride": 2, "step": 2}
+    with (
+        NpyStore.windows(files, across_files=True, **how) as store,
+        NpyStore.windows(whole, **how) as other,
+    ):
+        numbers = range(other.n_rows)
+        assert store.n_rows == other.n_rows
+        np.testing.assert_array_equal(gathered(store, numbers), gathered(other, numbers))
+    np.save(files[1], array[:1, :6])
+    with pytest.raises(errors.StoreError, match=r"expected equal axes after axis 0|do not match"):
+        NpyStore.windows(files, across_files=True, **how)
+
+
 def test_a_step_may_be_longer_than_all_files(paths: list[Path], tokens: np.ndarray) -> None:
     with opened(paths, length=800, step=1 << 80) as store:
         np.testing.assert_array_equal(gathered(store, [0]), tokens[None, :800])
