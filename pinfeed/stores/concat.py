@@ -249,16 +249,8 @@ def _joined(parts: Sequence[Store], owned: Sequence[Store] = ()) -> Store | None
 def _joined_windows(parts: Sequence[WindowStore]) -> WindowStore | None:
     """Return the windows of several stores, if all windows have the same items."""
     first = parts[0]
-    for part in parts:
-        has_runs = part.run_length == first.run_length
-        if (
-            part.axes != first.axes
-            or not has_runs
-            or len(part.run_starts) != len(first.run_starts)
-            or not np.array_equal(part.run_starts, first.run_starts)
-        ):
-            return None
-    items = _joined([part.items for part in parts])
+    forms = [(part.axes, part.run_length, part.run_starts.tolist()) for part in parts]
+    items = _joined([part.items for part in parts]) if forms.count(forms[0]) == len(forms) else None
     if not isinstance(items, FileStore):
         return None
     shapes = [shape for part in parts for shape in part.shapes]

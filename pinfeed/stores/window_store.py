@@ -144,6 +144,7 @@ class WindowStore(FileStore):
         It is the length of a loop, and 1 for a whole axis.
         """
         self._ends = np.cumsum(n_windows)
+        self._begins = self._ends - n_windows
         # Index i along an axis of array k adds i * distances[k, axis] items to a first one.
         self._firsts, self._distances = _steps(self.shapes, axes)
         self.run_starts, self.run_length = _runs(self.shapes[0], axes)
@@ -214,7 +215,7 @@ class WindowStore(FileStore):
             left = rows
         else:
             array = self._ends.searchsorted(rows, side="right")
-            left = rows - (self._ends[array] - self.counts[array].prod(1))
+            left = rows - self._begins[array]
         found = self._firsts[array]
         for i in reversed(range(1, self.counts.shape[1])):
             left, index = np.divmod(left, self.counts[array, i])
