@@ -97,6 +97,30 @@ class MemoryRows:
         parts = [part for rows in found for part in rows._parts]
         return cls(arrays, found[0].row_nbytes, parts)
 
+    def windows(self, length: int, arrays: Sequence[Sequence[int]]) -> MemoryRows | None:
+        """Return runs of rows as rows, which may overlap; None if a run is not in one part.
+
+        Args:
+            length: Rows of each run.
+            arrays: For runs at equal distances: the first row of the first one, the number of runs,
+                and the rows from the beginning of one to the beginning of the next.
+        """
+        found: list[MemoryPart] = []
+        for first, n, step in arrays:
+            last = first + (n - 1) * step + length
+            before = 0
+            for part in self._parts:
+                if before <= first and last <= before + part.n_rows:
+                    address = part.address + (first - before) * part.stride
+                    whole = part._replace(address=address, n_rows=n, stride=step * part.stride)
+                    found.append(whole)
+                    break
+                before += part.n_rows
+        is_dense = all(part.stride == self.row_nbytes for part in self._parts)
+        if len(found) < len(arrays) or not is_dense:
+            return None
+        return MemoryRows(self.owner, length * self.row_nbytes, found, self.error)
+
     def gather(
         self,
         rows: Indices,

@@ -22,13 +22,12 @@ from pinfeed.native.library import library
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.stores.file_store import only_reads_files
+from pinfeed.stores.file_store import FileStore, only_reads_files
 from pinfeed.stores.host_rows import memory_rows_of
-from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
-from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import is_store, row_nbytes
+from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 
@@ -127,8 +126,8 @@ class StoreTree:
         if library() is None or self.ragged:
             return False
         return all(
-            store.is_native and store.rows_in_one_file and not is_limited and store.can_map
-            if isinstance(store, LocalFileStore)
+            store.can_be_memory_rows and not is_limited
+            if isinstance(store, FileStore)
             else memory_rows_of(store) is not None
             for store in self.stores
         )
@@ -193,7 +192,7 @@ class StoreTree:
         if len(given_as_path) > 1:
             kind = type(given_as_path[0]).__name__
             hint = f"; give shards of one source as a pattern, 'x-*.npy', or as {kind}([...])"
-        if any(isinstance(store, ShardedStore) and store.overlaps for store in self.stores):
+        if any(isinstance(store, WindowStore) for store in self.stores):
             hint = "; give windows of one series the same span=, for equally many rows"
         raise StoreError(
             f"sources have unequal numbers of rows: {counts}; expected equally many, because a "

@@ -214,10 +214,11 @@ class _Buffer:
             threads.submit(gather, part, array) for part in _joined(store, wanted)
         ]
 
-    def find(self, rows: Rows) -> Rows:
-        """Return the positions of rows in the buffer, -1 for others."""
-        run = np.searchsorted(self._starts, rows, side="right") - 1
-        return np.where((run >= 0) & (rows < self._stops[run]), rows + self._shifts[run], -1)
+    def find(self, starts: Rows, lengths: Rows | int = 1) -> Rows:
+        """Return the positions of runs in the buffer, -1 for those that it does not have whole."""
+        run = np.searchsorted(self._starts, starts, side="right") - 1
+        is_here = (run >= 0) & (starts + lengths <= self._stops[run])
+        return np.where(is_here, starts + self._shifts[run], -1)
 
     def wait(self) -> ArrayStore:
         """Return the rows of the buffer, once they have been read."""
@@ -290,11 +291,11 @@ class BufferedRows:
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.
 
-        Each run is a part of one run of a buffer, or of none. The caller has checked all arguments.
+        A run that no buffer has whole is read from the file. The caller has checked all arguments.
         """
         left = runs.take(np.flatnonzero(runs.lengths))
         for buffer in self._buffers:
-            found = buffer.find(left.starts)
+            found = buffer.find(left.starts, left.lengths)
             is_here = found >= 0
             if is_here.any():
                 here = Runs(found[is_here], left.lengths[is_here], left.places[is_here])

@@ -1,4 +1,4 @@
-"""Rows that consist of items: windows along axes and ragged rows, in terms of reads of items."""
+"""Rows that consist of items: windows and ragged rows, in terms of reads of items."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from pinfeed.memory.plan import Allocation
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.buffers import BufferedRows
 from pinfeed.readahead.source_reads import AxisItemWindows, RaggedWindows
 from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.axis_windows import WindowStore
-from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.host_rows import CheckStop, Gather, StoreRows, never, run_gather
+from pinfeed.stores.mapped_store import MappedStore
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
 from pinfeed.stores.store import Array
+from pinfeed.stores.window_store import WindowStore
 
 OpenRaggedBatch = Callable[[int, int], Callable[[Rows, Places | None], RaggedParts]]
 """Takes the position of a batch and its number of rows, as ``OpenBatch``; returns its parts."""
 
+_NO_ROWS = np.empty(0, np.int64)
+
 
 class AxisWindowReads(ReadStrategy):
-    """Strategy that gathers windows along axes as rows of items.
+    """Strategy that gathers windows as runs of items.
 
     Several stores may have windows of the same items. The first one opens the strategy of the
     items, and the others read through it, so that items are read once for all of them.
@@ -46,19 +51,23 @@ class AxisWindowReads(ReadStrategy):
         super().__init__(store)
         self._windows = store
         self._views = views
-        self._strategy = items
-        self.items = () if self._is_shared else items.items
+        # The store that opens and closes the strategy of the items for this one.
+        self._first = items if isinstance(items, AxisWindowReads) else None
+        self.item_strategy: ReadStrategy = (
+            items if self._first is None else self._first.item_strategy
+        )
+        self.items = items.items if self._first is None else ()
         # Opens batches of the items during an epoch.
         self._open_items: OpenBatch | None = None
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        if isinstance(self._strategy, AxisWindowReads):
-            assert self._strategy._open_items is not None
-            yield self._of_items(self._strategy._open_items)
+        if self._first is not None:
+            assert self._first._open_items is not None
+            yield self._of_items(self._first._open_items)
             return
         of_items = None if windows is None else AxisItemWindows(windows, self._views)
-        with self._strategy.open_epoch(of_items, start, stop) as open_items:
+        with self.item_strategy.open_epoch(of_items, start, stop) as open_items:
             self._open_items = open_items
             try:
                 yield self._of_items(open_items)
@@ -67,27 +76,39 @@ class AxisWindowReads(ReadStrategy):
                 if self._open_items is open_items:
                     self._open_items = None
 
+    def memory_rows(self) -> MemoryRows | None:
+        return self._windows.memory_rows_in(self.item_strategy.memory_rows())
+
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        return self._windows.memory_rows_in(self.item_strategy.memory_rows_when_loaded())
+
     @property
     def may_open_ahead(self) -> bool:
-        return self._strategy.may_open_ahead
+        return self.item_strategy.may_open_ahead
 
     def close(self) -> None:
-        if not self._is_shared:
-            self._strategy.close()
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether another store of windows opens and closes the strategy of the items."""
-        return isinstance(self._strategy, AxisWindowReads)
+        if self._first is None:
+            self.item_strategy.close()
 
     def _of_items(self, open_items: OpenBatch) -> OpenBatch:
         """Return the function that opens batches of windows, given that of their items."""
         if isinstance(open_items, AnyBatch):
-            return AnyBatch(functools.partial(self._rows, open_items.make))
-        return lambda position, n: functools.partial(self._rows, open_items(position, n))
+            return AnyBatch(self._maker(open_items.make))
+        return lambda position, n: self._maker(open_items(position, n))
 
-    def _rows(self, make: Callable[[Rows], UnreadRows], rows: Rows) -> UnreadRows:
-        return _WindowRows(self._windows, make(self._windows.items_of(rows)), len(rows))
+    def _maker(self, make: Callable[[Rows], UnreadRows]) -> Callable[[Rows], UnreadRows]:
+        """Return a function that makes the windows of a batch, given one that makes its items."""
+        store = self._windows
+        items = make(_NO_ROWS)
+        if not isinstance(items, StoreRows):
+            # The items are sorted by chunk.
+            return lambda rows: _WindowRows(store, make(store.item_runs(rows).rows()), len(rows))
+        gather: Gather = functools.partial(store.gather_items, run_gather(items.store))
+        if isinstance(items.store, (ArrayStore, MappedStore)):
+            # All items are in memory.
+            memory_rows = store.memory_rows_in(items.store.memory_rows)
+            gather = gather if memory_rows is None else memory_rows.gather
+        return functools.partial(StoreRows, store, gather=gather)
 
 
 class _WindowRows:
@@ -107,7 +128,7 @@ class _WindowRows:
 
     def cut(self, begin: int, end: int) -> _WindowRows:
         """Return windows [begin, end) of these."""
-        n = len(self._store.offsets)
+        n = self._store.n_items
         return _WindowRows(self._store, self._items.cut(begin * n, end * n), end - begin)
 
     def read(self, out: Array, check_stop: CheckStop = never) -> None:

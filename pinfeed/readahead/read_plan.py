@@ -21,10 +21,10 @@ from pinfeed.readahead.source_reads import (
 )
 from pinfeed.readahead.strategy import ChunkReads, DirectReads, ReadStrategy
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import Store
+from pinfeed.stores.window_store import WindowStore
 
 STRATEGIES: tuple[type[ReadStrategy], ...] = (
     MappedFile,
@@ -157,8 +157,8 @@ def readahead_memory(stores: Sequence[Store], order: Any) -> Callable[[int], lis
         reads
         for store in stores
         if (reads := reads_of_rows(store, stores, order, 0)) is not None
-        and reads.may_copy
-        # All windows along axes of one file are read together.
+        and not reads.file.writable
+        # All windows of one file are read together.
         and (not reads.views or reads.views[0] is store)
     ]
 

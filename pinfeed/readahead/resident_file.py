@@ -139,12 +139,11 @@ class ResidentFile(ReadStrategy):
         self._find_loaded()
         return memory_rows_of(self._rows) if self._is_loaded.all() else None
 
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        return memory_rows_of(self._rows)
+
     def run_gather(self) -> RunGather:
         return self.gather_runs
-
-    @property
-    def may_be_in_memory(self) -> bool:
-        return memory_rows_of(self._rows) is not None
 
     def close(self) -> None:
         """Free the memory; a gather that is running keeps it until it ends."""
@@ -276,7 +275,7 @@ class InMemoryCopy(ResidentFile):
     def that_fits(cls, reads: Reads) -> InMemoryCopy | None:
         """Return a copy, if an epoch reads enough of the rows, and the memory is free."""
         needed = copy_allocation(reads.file).total
-        if reads.may_copy and reads.share > 0.5 and needed <= reads.free.memory:
+        if not reads.file.writable and reads.share > 0.5 and needed <= reads.free.memory:
             # The system may refuse memory that it reports as free.
             with contextlib.suppress(MemoryError):
                 return cls(reads.file)
@@ -408,9 +407,8 @@ class CopyInSecondEpoch(ReadStrategy):
     def memory_rows(self) -> MemoryRows | None:
         return self._copy.memory_rows()
 
-    @property
-    def may_be_in_memory(self) -> bool:
-        return self._copy.may_be_in_memory
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        return self._copy.memory_rows_when_loaded()
 
     @property
     def may_open_ahead(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,13 +18,12 @@ from pinfeed.rows.orders import Order, Sequential, known
 from pinfeed.rows.ranks import PerRank
 from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run
-from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
-from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Store
+from pinfeed.stores.window_store import WindowStore
 
 # Bytes that a disk reads in sequence in the time of one random read. Measured disks gave 20,000 to
 # 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
@@ -72,7 +72,7 @@ class Reads:
     n_batch_rows: int
     """Rows of all batches that are read at the same time."""
     views: tuple[WindowStore, ...] = ()
-    """All windows along axes that are read; the rows of the file are their items."""
+    """All windows that are read; the rows of the file are their items."""
     are_items: bool = False
     """Whether the rows are items of ragged rows, which the order does not count."""
     free: FreeMemory = _NOTHING
@@ -92,13 +92,8 @@ class Reads:
     @property
     def wants_whole_file(self) -> bool:
         """Whether reading the whole file in sequence is faster than its rows in random order."""
-        return self.share * _SEEK_BYTES >= self.file.row_nbytes
-
-    @property
-    def may_copy(self) -> bool:
-        """Whether rows may be copied into memory before they are needed."""
-        file = self.file
-        return not (file.writable or (isinstance(file, ShardedStore) and file.overlaps))
+        n_rows = min((view.run_length for view in self.views), default=1)
+        return self.share * _SEEK_BYTES >= n_rows * self.file.row_nbytes
 
     @functools.cached_property
     def page_cache_problem(self) -> str:
@@ -126,8 +121,6 @@ class Reads:
             return ""
         if self.file.writable:
             return "the file is open for writing"
-        if not self.may_copy:
-            return "rows overlap, so copies would need more memory than the file"
         left = max(0, self.free.memory)
         if self.buffers.total <= left:
             return ""
@@ -170,7 +163,7 @@ def buffer_allocation(windows: Windows, row_nbytes: int, n_batch_rows: int) -> A
 def file_of(store: Store) -> FileStore | None:
     """Return the store that reads the rows of a store from files; None if they are not in files.
 
-    For windows along axes, it is the store of their items.
+    For windows, it is the store of their items.
     """
     if isinstance(store, WindowStore):
         return file_of(store.items)
@@ -183,13 +176,11 @@ def reads_of_rows(
     store: Store, stores: Sequence[Store], order: Any, n_batch_rows: int
 ) -> Reads | None:
     """Return the reads of the rows of one of the stores; None if they are not in files."""
-    file = file_of(store)
+    views = _views(store, stores)
+    # All windows of one file are read together, also if the file was opened for each of them.
+    file = file_of((views or (store,))[0])
     if file is None or not file.row_nbytes:
         return None
-    views: tuple[WindowStore, ...] = ()
-    if isinstance(store, WindowStore):
-        found = (other for other in stores if isinstance(other, WindowStore))
-        views = tuple(view for view in found if file_of(view) is file)
     row_nbytes = sum(view.row_nbytes for view in views) or file.row_nbytes
     share = _share(order, store.n_rows, row_nbytes, file.nbytes)
     return Reads(file, order, share, _windows(file, order, views), n_batch_rows, views)
@@ -197,7 +188,8 @@ def reads_of_rows(
 
 def reads_of_items(store: RaggedStore, part: Store, order: Any, n_batch_rows: int) -> Reads | None:
     """Return the reads of one part of the items of ragged rows; None if it is not in files."""
-    file = file_of(part)
+    # Windows are other rows than those of their file.
+    file = None if isinstance(part, WindowStore) else file_of(part)
     if file is None or not file.row_nbytes:
         return None
     mean = store.row_lengths.mean * file.row_nbytes
@@ -205,6 +197,15 @@ def reads_of_items(store: RaggedStore, part: Store, order: Any, n_batch_rows: in
     found = known(order).windows(store.n_rows, 0)
     of_items = None if found is None else RaggedWindows(found, store)
     return Reads(file, order, share, of_items, n_batch_rows, are_items=True)
+
+
+def _views(store: Store, stores: Iterable[Store]) -> tuple[WindowStore, ...]:
+    """Return the stores whose windows are read together with those of a store, and this one."""
+    file = file_of(store)
+    if file is None or not isinstance(store, WindowStore):
+        return ()
+    others = (other for other in stores if isinstance(other, WindowStore))
+    return tuple(other for other in others if file.has_rows_of(file_of(other)))
 
 
 def _share(order: Any, n_rows: int, row_nbytes: float, nbytes: int) -> float:
@@ -304,13 +305,14 @@ class AxisItemWindows(WrappedWindows):
             extent: Items from the first one of a row to the last one, both included.
         """
         n_rows = self.windows.window_rows
-        kept = [part for part in store.parts if part.n_windows]
-        most = min(n_rows * extent, max(part.n_items for part in kept) * len(kept))
-        if len(kept[0].axes) == 1:
+        has_windows = store.counts.all(axis=1)
+        sizes = [math.prod(store.shapes[i]) for i in np.flatnonzero(has_windows).tolist()]
+        most = min(n_rows * extent, max(sizes) * len(sizes))
+        if len(store.axes) == 1:
             # Consecutive rows overlap, up to the end of the axis, or of a run. A run may begin and
             # end within the axis, and so has one piece more than whole axes.
-            (axis,) = kept[0].axes.values()
-            n_along = min(part.counts[-1] for part in kept)
+            (axis,) = store.axes.values()
+            n_along = int(store.counts[has_windows, -1].min())
             n_runs = n_rows // max(1, self.windows.block_rows) + 2
             n_pieces = 2 * n_runs + n_rows // n_along
             most = min(most, n_rows * axis.step + n_pieces * extent)

@@ -101,17 +101,16 @@ class ReadStrategy:
         """Return where the rows are, if all are in memory and can be copied natively."""
         return None
 
+    def memory_rows_when_loaded(self) -> MemoryRows | None:
+        """Return where the rows are, now or when files have been loaded, as ``memory_rows``."""
+        return self.memory_rows()
+
     def run_gather(self) -> RunGather:
         """Return a function that gathers runs of rows during an epoch.
 
         Batches whose rows are in buffers have such a function of their own.
         """
         return run_gather(self._store)
-
-    @property
-    def may_be_in_memory(self) -> bool:
-        """Whether ``memory_rows`` may find the rows, now or when a file has been loaded."""
-        return self.memory_rows() is not None
 
     @property
     def may_open_ahead(self) -> bool:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from pinfeed.stores.axis_windows import AxisWindows, WindowStore, axis_windows
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array
+from pinfeed.stores.window_store import WindowStore, axis_windows, leading_axes
 from pinfeed.validation.arguments import explain_arguments
 
 Box = tuple[slice, ...]
@@ -128,8 +128,8 @@ class ChunkedArray(ChunkedStore):
             (torch.Size([32, 4, 8, 8]), torch.Size([32, 1, 8, 8]))
         """
         axes = axis_windows(axis, length, step, stride, start, span)
-        part = AxisWindows.of(self.array_shape, axes, self.label)
-        return WindowStore(self._items(len(part.shape)), [part])
+        shape = leading_axes(self.array_shape, axes, self.label)
+        return WindowStore(self._items(len(shape)), [shape], axes)
 
     def close(self) -> None:
         """Free the chunks, and close the files that the store opened. Further calls do nothing."""

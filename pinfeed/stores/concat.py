@@ -15,7 +15,6 @@ from pinfeed.rows.mixtures import n_rows_of
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import Gather, run_gather
@@ -31,6 +30,7 @@ from pinfeed.stores.store import (
     is_store,
     run_of,
 )
+from pinfeed.stores.window_store import WindowStore
 
 
 def concat(sources: Mapping[str, Any] | Sequence[Any]) -> Any:
@@ -249,13 +249,12 @@ def _joined(parts: Sequence[Store], owned: Sequence[Store] = ()) -> Store | None
 def _joined_windows(parts: Sequence[WindowStore]) -> WindowStore | None:
     """Return the windows of several stores, if all windows have the same items."""
     first = parts[0]
-    if any(not np.array_equal(part.offsets, first.offsets) for part in parts):
+    forms = [(part.axes, part.run_length, part.run_starts.tolist()) for part in parts]
+    items = _joined([part.items for part in parts]) if forms.count(forms[0]) == len(forms) else None
+    if not isinstance(items, FileStore):
         return None
-    axes = [axes for part in parts for axes in part.parts]
-    if any(one.axes != axes[0].axes for one in axes):
-        return None
-    items = _joined([part.items for part in parts])
-    return WindowStore(items, axes, owned=True) if isinstance(items, FileStore) else None
+    shapes = [shape for part in parts for shape in part.shapes]
+    return WindowStore(items, shapes, first.axes, owned=True, row_shape=first.row_shape)
 
 
 def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:

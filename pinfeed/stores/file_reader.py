@@ -12,8 +12,10 @@ import numpy.typing as npt
 from pinfeed.errors import FileMissing, ReadError
 from pinfeed.memory.proc_maps import FileKey
 from pinfeed.native.library import Kind, request_each
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import copy_runs
 from pinfeed.stores.mapped_store import FileMap
 from pinfeed.stores.page_cache import PageCache
 from pinfeed.stores.sharded_file import RowLayout
@@ -26,10 +28,10 @@ Bytes = npt.NDArray[np.uint8]
 # and fewer did not saturate the disk.
 _MAX_THREADS = 16
 _SPAN_BYTES = 256 << 10
-"""Bytes of a file that are read at once for rows that overlap, without the end of the last row."""
+"""Bytes of a file that are read at once for runs that overlap, without the end of the last run."""
 
-# Fewest consecutive rows that are read together if they overlap or have short gaps.
-_SPAN_ROWS = 16
+# Fewest runs that are read together if they overlap or have short gaps.
+_SPAN_RUNS = 16
 # Fewest rows for which it is worth starting a thread.
 _ROWS_PER_THREAD = 4
 
@@ -95,35 +97,50 @@ class FileReader:
             ReadError: If the file has shrunk or cannot be read.
         """
         runs = runs.merged()
-        gap = self._layout.gap
-        if gap:
-            if gap <= mmap.PAGESIZE:
-                runs = self._read_long_runs(runs, out)
-                if not len(runs.lengths):
-                    return
-            runs = Runs.of_rows(runs.rows(), runs.positions())
+        if len(runs.starts) >= _SPAN_RUNS and self._layout.row_nbytes:
+            runs = self._read_spans(runs, out)
         if len(runs.lengths) == 1:
             self._read_one(runs, 0, out)
         else:
             self._read_each(runs, out)
 
-    def _read_long_runs(self, runs: Runs, out: Bytes) -> Runs:
-        """Read long runs of rows that overlap or have short gaps; return the other runs."""
-        is_long = runs.lengths >= _SPAN_ROWS
-        for first, n_rows, place in zip(*runs.take(np.flatnonzero(is_long)), strict=True):
-            self._read_spans(int(first), out[place : place + n_rows])
-        return runs.take(np.flatnonzero(~is_long))
+    def _read_spans(self, runs: Runs, out: Bytes) -> Runs:
+        """Read ascending runs that overlap or have short gaps; return the other runs.
 
-    def _read_spans(self, first: int, out: Bytes) -> None:
-        """Read consecutive rows that overlap or have short gaps; most bytes are read once."""
-        layout = self._layout
-        step = max(1, _SPAN_BYTES // layout.stride)
-        for i in range(0, len(out), step):
-            n = min(step, len(out) - i)
-            span = np.empty(layout.span(n), np.uint8)
-            self._read_bytes(layout.begin(first + i), span)
-            strides = (layout.stride, 1)
-            out[i : i + n] = np.ndarray((n, layout.row_nbytes), np.uint8, span, 0, strides)
+        Most bytes of such runs, which windows make, are read once.
+        """
+        starts, lengths, _ = runs
+        nbytes = self._layout.row_nbytes
+        steps = starts[1:] - starts[:-1]
+        is_near = (steps >= 0) & (steps <= lengths[:-1] + mmap.PAGESIZE // nbytes)
+        cuts = np.flatnonzero(~is_near)
+        if len(starts) - len(cuts) < _SPAN_RUNS:
+            return runs
+        bounds = np.concatenate(([0], cuts + 1, [len(starts)]))
+        counts = bounds[1:] - bounds[:-1]
+        is_long = counts >= _SPAN_RUNS
+        for begin, n_runs in zip(
+            bounds[:-1][is_long].tolist(), counts[is_long].tolist(), strict=True
+        ):
+            end = begin + n_runs
+            while begin < end:
+                limit = starts.item(begin) + _SPAN_BYTES // nbytes
+                stop = begin + max(1, int(starts[begin:end].searchsorted(limit)))
+                self._read_span(Runs(*(numbers[begin:stop] for numbers in runs)), out)
+                begin = stop
+        return runs.take(np.flatnonzero(~is_long.repeat(counts)))
+
+    def _read_span(self, runs: Runs, out: Bytes) -> None:
+        """Read the rows from the first to the last one of ascending runs, and copy the runs."""
+        first = runs.starts.item(0)
+        n_rows = (runs.starts + runs.lengths).max().item() - first
+        span = np.empty((n_rows, self._layout.row_nbytes), np.uint8)
+        self._read_bytes(self._layout.begin(first), span.reshape(-1))
+        within = runs._replace(starts=runs.starts - first)
+        if (memory_rows := MemoryRows.of_array(span)) is None:
+            copy_runs(span, within, out)
+        else:
+            memory_rows.gather_runs(*within, out)
 
     def _read_bytes(self, begin: int, out: Bytes) -> None:
         """Read the bytes from ``begin`` on into ``out``, which has one axis."""
@@ -154,8 +171,7 @@ class FileReader:
         nbytes = self._layout.row_nbytes
         if not nbytes:
             return
-        runs = Runs.of_rows(rows)
-        runs = runs if self._layout.gap else runs.merged()
+        runs = Runs.of_rows(rows).merged()
         addresses = values.ctypes.data + runs.places * nbytes
         offsets = self._offsets(runs.starts)
         sizes = runs.lengths * nbytes
@@ -173,7 +189,7 @@ class FileReader:
         os.posix_fadvise(
             self._fd,
             self._layout.begin(first),
-            self._layout.span(n_rows),
+            n_rows * self._layout.row_nbytes,
             os.POSIX_FADV_WILLNEED,
         )
 
@@ -234,7 +250,7 @@ class FileReader:
         self._read_bytes(self._layout.begin(runs.starts.item(i)), target.reshape(-1))
 
     def _offsets(self, rows: Rows) -> Rows:
-        return self._layout.offset + rows * self._layout.stride
+        return self._layout.offset + rows * self._layout.row_nbytes
 
     def _write(self, offset: int, values: memoryview) -> None:
         done = 0

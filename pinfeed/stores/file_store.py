@@ -103,6 +103,15 @@ class FileStore(ReadOnly):
         """A value that changes with the rows, if that is known without reading."""
         return 0
 
+    @property
+    def can_be_memory_rows(self) -> bool:
+        """Whether compiled functions can copy the rows from memory maps of the files."""
+        return False
+
+    def has_rows_of(self, other: FileStore | None) -> bool:
+        """Return whether another store reads the same rows of the same files in the same way."""
+        return self is other
+
     def rows_in(self, nbytes: int) -> int:
         """Return how many consecutive rows begin within ``nbytes`` bytes, at least 1."""
         return max(1, nbytes * self.n_rows // max(1, self.nbytes))

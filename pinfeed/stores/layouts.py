@@ -1,9 +1,8 @@
-"""Layouts of the rows of raw and safetensors files, and of windows over the items of a file."""
+"""Layouts of the rows of raw and safetensors files."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -14,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, described
-from pinfeed.stores.axis_windows import AxisWindow
 from pinfeed.stores.libraries import imported, listed
 from pinfeed.stores.npy_header import MAGIC, read_header, strange
 from pinfeed.stores.paths import file_size, require_regular
@@ -64,35 +62,6 @@ def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: in
                 "offset that the file was written with, or the number of rows"
             )
     return RowLayout(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
-
-
-def window_layouts(series: Sequence[RowLayout], window: AxisWindow) -> list[RowLayout]:
-    """Return the layouts of the windows of files, given layouts in which a row is one item.
-
-    Raises:
-        StoreError: If no file is as long as ``span``.
-    """
-    found = [_window_layout(items, window) for items in series]
-    if not any(layout.n_rows for layout in found):
-        longest = max(series, key=lambda items: items.n_rows)
-        raise StoreError(
-            f"{longest.path} has {longest.n_rows:,} items; expected at least {window.in_words}; "
-            "give a smaller length, a longer file, or across_files=True if all files are one "
-            "sequence"
-        )
-    return found
-
-
-def _window_layout(items: RowLayout, window: AxisWindow) -> RowLayout:
-    n_rows = window.count(items.n_rows)
-    return dataclasses.replace(
-        items,
-        n_rows=n_rows,
-        row_shape=(window.length, *items.row_shape),
-        offset=items.begin(window.start if n_rows else 0),
-        # Without a second window, the step may be longer than any file.
-        gap=(window.step - window.length) * items.row_nbytes if n_rows > 1 else 0,
-    )
 
 
 def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLayout:

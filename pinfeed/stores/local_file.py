@@ -21,7 +21,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.file_reader import FileReader
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.mapped_store import FileMap, MappedStore, is_safe_to_map
+from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
 from pinfeed.stores.paths import file_version
 from pinfeed.stores.sharded_file import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.store import Array, checked_scatter
@@ -52,9 +52,6 @@ class LocalFileStore(ShardedStore):
         ArgumentError: If ``mode``, ``keep_cache`` or ``memory_map`` is invalid, or if a file is
             given twice and opened for writing.
     """
-
-    rows_in_one_file = True
-    """Whether each row is in one file, so that the compiled functions find it by its index."""
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_open", "_lock", "_n_writes", "_inodes")
 
@@ -121,9 +118,17 @@ class LocalFileStore(ShardedStore):
             self._keep_cache = self.nbytes <= free.page_cache
 
     @property
-    def is_native(self) -> bool:
-        """Whether the rows are in the byte order of this machine."""
-        return not self._swapped
+    def can_be_memory_rows(self) -> bool:
+        return self.can_map and not self._swapped
+
+    def has_rows_of(self, other: FileStore | None) -> bool:
+        if type(other) is not type(self) or self.writable or other.writable:
+            return self is other
+        return (self._layouts, self._keep_cache, self._memory_map) == (
+            other._layouts,
+            other._keep_cache,
+            other._memory_map,
+        )
 
     @property
     def can_map(self) -> bool:
@@ -161,13 +166,9 @@ class LocalFileStore(ShardedStore):
         Raises:
             OSError: If a file cannot be mapped, has shrunk, or was replaced.
         """
-        return MappedStore(*self._map_files())
-
-    def _map_files(self) -> tuple[list[RowLayout], list[FileMap]]:
-        """Map the files that have rows, and return the layout and the map of each."""
         numbers = [number for number, layout in enumerate(self._layouts) if layout.n_rows]
         maps = [self._reader(number).map() for number in numbers]
-        return [self._layouts[number] for number in numbers], maps
+        return MappedStore([self._layouts[number] for number in numbers], maps)
 
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""

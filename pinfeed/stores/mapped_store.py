@@ -76,6 +76,14 @@ class MappedStore(ShardedStore):
         else:
             super().gather_at(rows, out, np.arange(len(rows)) if positions is None else positions)
 
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        # Another thread may close the store.
+        if (memory_rows := self._memory_rows) is None:
+            super().gather_runs(runs, out)
+        else:
+            # One call copies the runs of all files.
+            memory_rows.gather_runs(*runs, out)
+
     @property
     def memory_rows(self) -> MemoryRows | None:
         """The rows, if the compiled functions can copy them."""
@@ -142,14 +150,13 @@ class FileMap:
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._address = self._bytes.ctypes.data
         n, nbytes = layout.n_rows, layout.row_nbytes
-        begin, strides = layout.offset, (layout.stride, 1)
         self.memory_rows: MemoryRows | None = None
         """The rows, if the compiled functions can copy them."""
         if (found := library()) is not None and nbytes:
             self.memory_rows = joined_rows([self])
             found.count_maps(_MAPPED)
             weakref.finalize(self._bytes, found.count_maps, _UNMAPPED)
-        self._rows: Bytes = np.ndarray((n, nbytes), np.uint8, self._bytes, begin, strides)
+        self._rows: Bytes = np.ndarray((n, nbytes), np.uint8, self._bytes, layout.offset)
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
         """Copy runs of rows to their positions in ``out``, shape (n, row_nbytes).
@@ -200,7 +207,7 @@ class FileMap:
         """Return the address of the first page of rows, and the bytes from there to their end."""
         start = self._layout.begin(first)
         begin = start // PAGE * PAGE
-        return self._address + begin, start + self._layout.span(n_rows) - begin
+        return self._address + begin, self._layout.begin(first + n_rows) - begin
 
 
 def joined_rows(maps: Sequence[FileMap]) -> MemoryRows:
@@ -211,7 +218,7 @@ def joined_rows(maps: Sequence[FileMap]) -> MemoryRows:
         layout, end = one._layout, one._layout.end
         address = one._address + layout.offset
         parts.append(
-            MemoryPart(address, layout.n_rows, layout.stride, one._address + end, end, one._fd)
+            MemoryPart(address, layout.n_rows, layout.row_nbytes, one._address + end, end, one._fd)
         )
     # The checks of the size also keep the descriptors open.
     checks = [(one._layout, one._check_size) for one in maps]

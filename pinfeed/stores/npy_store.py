@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.stores.axis_windows import AxisWindow, AxisWindows, WindowStore, axis_windows
-from pinfeed.stores.layouts import raw_layout, series_layout, window_layouts
+from pinfeed.errors import StoreError
+from pinfeed.stores.layouts import raw_layout, series_layout
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.sharded_file import RowLayout
-from pinfeed.stores.spanning_windows import SpanningFiles
 from pinfeed.stores.store import Array, Store, shape_to_make
+from pinfeed.stores.window_store import WindowStore, axis_windows, leading_axes
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import (
     check_file_to_make,
@@ -166,14 +165,13 @@ class NpyStore(LocalFileStore):
         offset: int = 0,
         keep_cache: bool | None = None,
         memory_map: bool = True,
-    ) -> NpyStore | WindowStore:
+    ) -> WindowStore:
         """Open windows of consecutive items of a flat file, such as tokens or a time series.
 
         Row i contains the items ``[i * step + start, i * step + start + length)`` of the file.
         Windows may overlap without copies in the file. The rows are read-only.
 
-        Windows along another axis, along several, or with a ``stride`` are those of
-        ``HDF5Store.windows``.
+        Windows along another axis, or along several, are those of ``HDF5Store.windows``.
 
         Args:
             path: As for the class. The items are the first axis of a .npy file, or the numbers in a
@@ -188,10 +186,11 @@ class NpyStore(LocalFileStore):
                 with equal ``step`` and ``span`` have the same number of rows in each file, so they
                 can be inputs and targets of one feeder.
             axis: Axis of the items, or several, as for ``HDF5Store.windows``. Files may differ in
-                the first of these axes, and in those before it.
+                the first of these axes and in those before it, with ``across_files`` only in
+                their first axis.
             stride: Items from one item of a window to the next.
             across_files: Whether the items of all files are one sequence, as if the files were
-                joined. Windows then extend over the ends of files.
+                joined along their first axis. Windows then extend over the ends of files.
             offset: Bytes before the first item of a file without a header.
             keep_cache: As for the class.
             memory_map: As for the class.
@@ -199,11 +198,11 @@ class NpyStore(LocalFileStore):
         Raises:
             FileMissing: As for the class.
             StoreError: If no file, or with ``across_files`` not all files together, has ``span``
-                items, if a file without a header gets no ``dtype``
-                or does not end with a whole item, or if the class refuses a .npy file.
-            ArgumentError: If ``length`` or ``step`` is below 1, ``start`` or ``offset`` is
-                negative, ``span`` ends before the window, ``offset`` is given for a .npy file,
-                ``across_files`` is not True or False, or is given with an ``axis`` or ``stride``.
+                items, if a file without a header gets no ``dtype`` or does not end with a whole
+                item, if axes of files differ, or if the class refuses a .npy file.
+            ArgumentError: If ``length``, ``step`` or ``stride`` is below 1, ``start`` or ``offset``
+                is negative, ``span`` ends before the window, ``offset`` is given for a .npy file,
+                a file has no such axis, or ``across_files`` is not True or False.
 
         Example::
 
@@ -214,23 +213,17 @@ class NpyStore(LocalFileStore):
         """
         check_flag(across_files, "across_files")
         axes = axis_windows(axis, length, step, stride, start, span)
-        items = [series_layout(p, dtype, offset) for p in local_paths(path)]
-        if axis != 0 or stride != 1:
-            if across_files:
-                raise ArgumentError(
-                    f"across_files=True with axis={axis!r}, stride={stride!r}: windows extend over "
-                    "the ends of files only along axis 0, without a stride; leave one out"
-                )
-            parts = [_axis_windows(array, axes) for array in items]
-            flat = [_flat(array, max(axes) + 1) for array in items]
-            _check_inner_axes(parts, items)
-            store = cls._of_layouts(flat, "r", keep_cache, memory_map)
-            return WindowStore(store, parts, owned=True)
+        arrays = [series_layout(p, dtype, offset) for p in local_paths(path)]
+        shapes = [
+            leading_axes((one.n_rows, *one.row_shape), axes, os.path.basename(one.path))
+            for one in arrays
+        ]
+        _check_inner_axes(shapes, arrays, 0 if across_files else min(axes))
         if across_files:
-            store = _SpanningNpyStore._of_layouts(items, "r", keep_cache, memory_map)
-            store._divide(axes[0])
-            return store
-        return cls._of_layouts(window_layouts(items, axes[0]), "r", keep_cache, memory_map)
+            shapes = [[sum(n_rows for n_rows, *_ in shapes), *shapes[0][1:]]]
+        flat = [_flat(one, max(axes) + 1) for one in arrays]
+        store = cls._of_layouts(flat, "r", keep_cache, memory_map)
+        return WindowStore(store, shapes, axes, owned=True)
 
     def flat(self, n_axes: int) -> NpyStore:
         """Return a store of the same bytes whose rows are numbered through ``n_axes`` axes.
@@ -378,30 +371,21 @@ def _flat(array: RowLayout, n_axes: int) -> RowLayout:
     return dataclasses.replace(array, n_rows=n_rows, row_shape=array.row_shape[n_axes - 1 :])
 
 
-def _axis_windows(array: RowLayout, axes: dict[int, AxisWindow]) -> AxisWindows:
-    shape = (array.n_rows, *array.row_shape)
-    return AxisWindows.of(shape, axes, os.path.basename(array.path))
-
-
-def _check_inner_axes(parts: Sequence[AxisWindows], arrays: Sequence[RowLayout]) -> None:
-    """Check that the windows of all files have the same items.
+def _check_inner_axes(
+    shapes: Sequence[Sequence[int]], arrays: Sequence[RowLayout], axis: int
+) -> None:
+    """Check that the arrays of all files have equal axes after ``axis``.
 
     Raises:
         StoreError: If they do not.
     """
-    first = parts[0]
-    after = first.first_axis + 1
-    for part, array in zip(parts, arrays, strict=True):
-        if part.shape[after:] != first.shape[after:]:
+    for shape, array in zip(shapes, arrays, strict=True):
+        if shape[axis + 1 :] != shapes[0][axis + 1 :]:
             raise StoreError(
-                f"{arrays[0].path} has the axes {first.shape}, but {array.path} has {part.shape}; "
-                f"expected equal axes after axis {first.first_axis}; join the windows of each "
+                f"{arrays[0].path} has the axes {shapes[0]}, but {array.path} has {shape}; "
+                f"expected equal axes after axis {axis}; join the windows of each "
                 "file: pinfeed.concat([NpyStore.windows(path, ...) for path in paths])"
             )
-
-
-class _SpanningNpyStore(SpanningFiles, NpyStore):
-    """Windows over the items of all files as one sequence."""
 
 
 def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> NpyStore:

@@ -23,6 +23,7 @@ from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import Array, Store, is_store
+from pinfeed.stores.window_store import AxisWindow, WindowStore
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 
@@ -212,7 +213,7 @@ def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, l
     return *flatten(replaced, is_leaf=_is_store_or_array), made
 
 
-def store_of_map(array: Any) -> NpyStore | None:
+def store_of_map(array: Any) -> NpyStore | WindowStore | None:
     """Return a store of the file of a numpy memory map, or of sliding windows over one.
 
     A store is better than the map, because a feeder reads its rows ahead and counts them in its
@@ -223,7 +224,7 @@ def store_of_map(array: Any) -> NpyStore | None:
     """
     store = _store_of_whole(array) if isinstance(array, np.memmap) else None
     if store is None and isinstance(array, np.ndarray):
-        store = _store_of_windows(array)
+        return _store_of_windows(array)
     return store
 
 
@@ -249,7 +250,7 @@ def _store_of_whole(array: np.memmap[Any, Any]) -> NpyStore | None:
     return NpyStore(header.path, mode=array.mode) if _is_file_of(array) else None
 
 
-def _store_of_windows(array: Array) -> NpyStore | None:
+def _store_of_windows(array: Array) -> WindowStore | None:
     """Return a read-only store of the file over which ``sliding_window_view`` has made windows.
 
     Addresses and strides of the windows say where each row is in the file. The result is
@@ -264,19 +265,16 @@ def _store_of_windows(array: Array) -> NpyStore | None:
     if whole is None or whole.filename is None or whole.mode not in ("r", "r+"):
         return None
     begin = array.ctypes.data - whole.ctypes.data
-    gap = array.strides[0] - row_nbytes
-    layout = RowLayout(
-        os.fspath(whole.filename),
-        array.dtype,
-        len(array),
-        array.shape[1:],
-        whole.offset + begin,
-        gap,
-    )
-    if begin < 0 or layout.end > whole.offset + whole.nbytes or not _is_file_of(whole):
+    length = row_nbytes // array.itemsize
+    step, rest = divmod(array.strides[0], array.itemsize)
+    n_items = (len(array) - 1) * step + length
+    items = RowLayout(os.fspath(whole.filename), array.dtype, n_items, (), whole.offset + begin)
+    if rest or begin < 0 or items.end > whole.offset + whole.nbytes or not _is_file_of(whole):
         return None
-    layout = layout.check(os.path.getsize(layout.path))
-    return NpyStore._of_layouts([layout], "r", keep_cache=None, memory_map=True)
+    items = items.check(os.path.getsize(items.path))
+    store = NpyStore._of_layouts([items], "r", keep_cache=None, memory_map=True)
+    axes = {0: AxisWindow(length, step, stride=1, start=0, span=length)}
+    return WindowStore(store, [[n_items]], axes, owned=True, row_shape=array.shape[1:])
 
 
 def _map_below(array: Array) -> np.memmap[Any, Any] | None:

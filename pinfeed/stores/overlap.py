@@ -9,9 +9,8 @@ import numpy as np
 from pinfeed.memory.proc_maps import FileKey, FileMapping, file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.concat import ConcatStore
-from pinfeed.stores.npy_store import NpyStore
+from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.store import Array, Store
 
 # numpy solves an equation to find whether strided arrays overlap. If this takes too long, the
@@ -59,7 +58,7 @@ def _arrays(store: Store) -> list[Array]:
 
 def _files(store: Store) -> set[FileKey | None]:
     """Return the files that contain the rows of a store, including memory-mapped files."""
-    if isinstance(store, (NpyStore, ChunkedStore)):
+    if isinstance(store, FileStore):
         return set(map(file_key, store.paths)) - {None}
     return {mapping.file for mapping in _mappings_of(store) if mapping is not None}
 

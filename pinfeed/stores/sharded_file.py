@@ -22,7 +22,7 @@ from pinfeed.tensors.dtypes import check_dtype
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Layout of rows that begin at equal distances in a file; they may overlap."""
+    """Layout of consecutive rows in a file."""
 
     path: str
     dtype: np.dtype[Any]
@@ -31,30 +31,19 @@ class RowLayout:
     row_shape: tuple[int, ...]
     offset: int
     """Bytes before the first row."""
-    gap: int = 0
-    """Bytes from the end of one row to the beginning of the next; negative if rows overlap."""
 
     @functools.cached_property
     def row_nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.row_shape)
 
     @functools.cached_property
-    def stride(self) -> int:
-        """Bytes from the beginning of one row to the beginning of the next."""
-        return self.row_nbytes + self.gap
-
-    @functools.cached_property
     def end(self) -> int:
         """Smallest size of the file, in bytes."""
-        return self.offset + self.span(self.n_rows)
-
-    def span(self, n_rows: int) -> int:
-        """Return the bytes from the beginning of a row to the end of ``n_rows`` rows."""
-        return n_rows * self.stride - self.gap if n_rows else 0
+        return self.begin(self.n_rows)
 
     def begin(self, row: int) -> int:
         """Return the bytes before a row."""
-        return self.offset + row * self.stride
+        return self.offset + row * self.row_nbytes
 
     def check(self, size: int) -> RowLayout:
         """Return the layout itself, if a file of ``size`` bytes holds it.
@@ -130,11 +119,6 @@ class ShardedStore(FileStore):
         """Return ``nbytes`` without the bytes that are also rows of the given stores."""
         found = [layout for store in others for layout in store._layouts]
         return covered_nbytes([*found, *self._layouts]) - covered_nbytes(found)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether consecutive rows share bytes of a file, as overlapping windows do."""
-        return any(layout.gap < 0 for layout in self._layouts)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         target = as_bytes(out)

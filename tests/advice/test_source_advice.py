@@ -118,7 +118,7 @@ def windows_with_an_offset(path: Path) -> Iterator[Any]:
     yield equal(read(NpyStore.windows(file, length=4, start=3))[0], [3, 4, 5, 6])
 
 
-@advised("give a smaller length, a longer file, or across_files=True if all files are one sequence")
+@advised("give a smaller length, .* longer file, or across_files=True if all files are one seq")
 def windows_longer_than_files(path: Path) -> Iterator[Any]:
     files = [saved(path / f"{i}.npy", np.arange(5) + 5 * i) for i in range(2)]
 

@@ -15,6 +15,7 @@ from support.internals import runner_of
 
 from pinfeed import ArrayStore, Feeder, NpyStore, errors
 from pinfeed.devices.cpu import HostDevice
+from pinfeed.stores.window_store import WindowStore
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
 
@@ -165,11 +166,14 @@ def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -
         (np.load(tmp_path / "x.npy", mmap_mode="c"), ArrayStore),
         (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (100, 3)), NpyStore),
         (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (50, 6)), ArrayStore),
-        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[5::2], NpyStore),
-        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r+", 256), 7), NpyStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[5::2], WindowStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r+", 256), 7), WindowStore),
         (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "c", 128), 7), ArrayStore),
         (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[::7], ArrayStore),
-        (sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), (8, 3))[:, 0], NpyStore),
+        (
+            sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), (8, 3))[:, 0],
+            WindowStore,
+        ),
         (sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), 8, 0), ArrayStore),
         (sliding_window_view(x.ravel(), 7), ArrayStore),
     ]:

@@ -29,7 +29,7 @@ from pinfeed import (
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import AxisItemWindows
 from pinfeed.rows.orders import known
-from pinfeed.stores.axis_windows import WindowStore
+from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -112,8 +112,8 @@ class _Squeezed(WindowStore):
 
     def __init__(self, store: HDF5Store) -> None:
         windows = store.windows(axis=1, length=1)
-        super().__init__(windows.items, windows.parts)
-        self.row_shape = self.row_shape[1:]
+        row_shape = windows.row_shape[1:]
+        super().__init__(windows.items, windows.shapes, windows.axes, row_shape=row_shape)
         self._array = store
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.D
         pairs = zip(of_rows.needed(0, n_rows), of_items.needed(0, n_rows), strict=True)
         for window, found in pairs:
             numbers = np.concatenate([np.arange(*run) for run in window.runs])
-            wanted = set().union(*(view.items_of(numbers).tolist() for view in views))
+            wanted = set().union(*(view.item_runs(numbers).rows().tolist() for view in views))
             items = [item for run in found.runs for item in range(*run)]
             assert wanted <= set(items)
             assert len(items) == len(set(items)) <= of_items.window_rows

@@ -362,7 +362,7 @@ def test_rows_in_sequence_are_copied_in_the_second_epoch(store: Decoding) -> Non
         "decoded in sequence, each chunk once; a second epoch loads it into RAM (it fits in the "
         "free memory)"
     )
-    assert strategy.may_be_in_memory
+    assert strategy.memory_rows_when_loaded() is not None
     for epoch, n_decodes in enumerate((1, 2, 2)):
         # The copy takes no time before the second epoch, and no decoding after it.
         assert strategy.memory_rows() is None or epoch == 2

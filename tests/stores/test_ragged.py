@@ -19,6 +19,7 @@ from pinfeed import (
     ArgumentError,
     ArrayStore,
     ClosedError,
+    Feeder,
     NpyStore,
     PinfeedError,
     PinnedStore,
@@ -99,12 +100,14 @@ def test_items_that_are_windows(step: int, tmp_path: Path) -> None:
     offsets = [0, 4, 4, 5, 11]
     rows = np.array([3, 0, 1, 2])
     with NpyStore.windows(path, length=3, step=step) as windows:
-        for items in (windows, windows.map_rows()):
-            values, bounds = RaggedStore(items, offsets).read(rows, "offsets")
-            expected = [every[offsets[row] : offsets[row + 1]] for row in rows]
-            np.testing.assert_array_equal(values, np.concatenate(expected))
-            np.testing.assert_array_equal(bounds, [0, 6, 10, 10, 11])
-        items.close()
+        values, bounds = RaggedStore(windows, offsets).read(rows, "offsets")
+        expected = [every[offsets[row] : offsets[row + 1]] for row in rows]
+        np.testing.assert_array_equal(values, np.concatenate(expected))
+        np.testing.assert_array_equal(bounds, [0, 6, 10, 10, 11])
+        ragged = RaggedStore(windows, offsets)
+        with Feeder(ragged, rows=[rows], device="cpu") as feeder:
+            [(values, bounds)] = feeder
+            np.testing.assert_array_equal(values.numpy(), np.concatenate(expected))
 
 
 def test_rows_without_compiled_functions(tmp_path: Path, without_native: None) -> None:

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stores import gathered, saved
+from support.stores import gathered, mapped_windows, saved
 from support.unwrapped import unwrapped
 
 import pinfeed
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.native.library import library
 from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
+from pinfeed.readahead.item_reads import AxisWindowReads
 from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads
+from pinfeed.stores.window_store import WindowStore
 from pinfeed.testing.suites import ROW_SHAPES, ReadOnlyStoreTests
 
 HEADER = 1024
@@ -31,7 +33,7 @@ SIZES = (700, 0, 1, 5, 900, 3, 1391)
 class TestWindowsOverFiles(ReadOnlyStoreTests):
     row_shapes = tuple(shape for shape in ROW_SHAPES if shape)
 
-    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> WindowStore:
         items = array.reshape(-1, *array.shape[2:])
         cuts = [len(items) // 7, len(items) // 7, len(items) // 2 + 1]
         for i, part in enumerate(np.split(items, cuts)):
@@ -90,10 +92,7 @@ def test_windows_are_those_of_the_joined_files(
     places = rng.permutation(len(numbers) + 3)[: len(numbers)]
     with NpyStore.windows(files, across_files=True, **how) as store:
         assert store.n_rows == len(whole)
-        mapped = store.map_rows()
-        mapped.populate(0, len(whole))
-        assert mapped.is_cached(0, len(whole)) in (True, None)
-        store.will_gather(0, len(whole))
+        mapped = mapped_windows(store)
         for source in (store, mapped):
             for wanted in (numbers, np.arange(len(whole)), np.sort(numbers)):
                 np.testing.assert_array_equal(gathered(source, wanted), whole[wanted])
@@ -119,7 +118,7 @@ def paths(tokens: np.ndarray, tmp_path: Path) -> list[Path]:
     return found
 
 
-def opened(paths: Any, **how: Any) -> NpyStore:
+def opened(paths: Any, **how: Any) -> WindowStore:
     return NpyStore.windows(paths, dtype="uint16", offset=HEADER, across_files=True, **how)
 
 
@@ -162,7 +161,7 @@ def test_rows_do_not_depend_on_the_compiled_part(
     expected = windows_of(tokens, 65, 2, 0, 65)
     wanted = np.random.default_rng(1).permutation(len(expected))
     with opened(paths, length=65, step=2) as store:
-        mapped = store.map_rows()
+        mapped = mapped_windows(store)
         np.testing.assert_array_equal(gathered(mapped, wanted), expected[wanted])
         mapped.close()
 
@@ -191,8 +190,15 @@ def test_a_file_larger_than_the_limit_is_not_mapped(tmp_path: Path) -> None:
         (rows.shuffled(0), 64, MiB(9), MappedFile),
         (rows.sequential(), 1, 0, DirectReads),
         (rows.shuffled(0), 1, 0, PageCacheReadahead),
-        (rows.block_shuffled(0, block_rows=1 << 15), 1, MiB(9), PageCacheReadahead),
+        (rows.block_shuffled(0, block_rows=1 << 15), 1, KiB(500), PageCacheReadahead),
+        (rows.shuffled(0), 1, MiB(9), InMemoryCopy),
         (rows.shuffled(0), 64, MiB(9), InMemoryCopy),
+        (
+            rows.block_shuffled(0, block_rows=1 << 15, window_blocks=1),
+            1,
+            KiB(500),
+            BufferedReadahead,
+        ),
         (rows.block_shuffled(0, block_rows=512, window_blocks=2), 64, KiB(500), BufferedReadahead),
     ],
     ids=str,
@@ -205,9 +211,11 @@ def test_windows_are_read_ahead_as_those_of_one_file(
     with NpyStore.windows(
         files, length=64, step=step, across_files=True, memory_map=is_mapped
     ) as store:
-        assert (store.nbytes, store.overlaps) == (1 << 19, step < 64)
+        assert store.nbytes == 1 << 19
         plan = plan_reads([store], order, 300, FreeMemory(free, free))
-        assert [type(strategy) for strategy in plan.strategies] == [expected]
+        [strategy] = plan.strategies
+        assert isinstance(strategy, AxisWindowReads)
+        assert type(strategy.item_strategy) is expected
         for close in plan.closes:
             close()
 
@@ -222,7 +230,7 @@ def test_the_files_are_counted_once(paths: list[Path], tokens: np.ndarray) -> No
 @pytest.mark.parametrize("memory_map", [True, False])
 def test_a_file_that_shrinks_is_an_error(paths: list[Path], memory_map: bool) -> None:
     with opened(paths, length=65) as store:
-        source = store.map_rows() if memory_map else store
+        source = mapped_windows(store) if memory_map else store
         # The window extends over six files, of which the first has become shorter.
         gathered(source, [690])
         os.truncate(paths[0], HEADER + 1000)
@@ -270,12 +278,15 @@ def test_ranks_share_one_stream_of_tokens(paths: list[Path], tokens: np.ndarray)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"length": 3001}, "3,000 items in all files; expected at least 3,001 for one window of"),
-        ({"length": 8, "span": 7000}, "expected at least 7,000 for one window .*or more files"),
+        ({"length": 3001}, r"shape \(3000,\); expected at least 3,001 along axis 0; give"),
+        (
+            {"length": 8, "span": 7000},
+            "expected at least 7,000 along axis 0; give .* a longer file$",
+        ),
         ({"length": 8, "start": 3, "span": 10}, "span=10: .* at least 11, because start"),
         ({"length": 8, "span": -1}, "span=-1: .* at least 8"),
         ({"length": 8, "start": -1}, "start=-1: expected a whole number, at least 0"),
-        ({"length": 1 << 80}, "3,000 items in all files"),
+        ({"length": 1 << 80}, r"fits in shape \(3000,\)"),
     ],
     ids=str,
 )
@@ -291,7 +302,24 @@ def test_across_files_is_a_flag(paths: list[Path]) -> None:
         NpyStore.windows(paths, length=1500, dtype="uint16", offset=HEADER)
 
 
+@pytest.mark.parametrize("axis", [0, 1, (0, 1)])
+def test_files_are_joined_along_their_first_axis(tmp_path: Path, axis: Any) -> None:
+    array = np.arange(9 * 7 * 2).reshape(9, 7, 2)
+    files = [saved(tmp_path / f"{i}.npy", part) for i, part in enumerate(np.split(array, [2, 3]))]
+    whole = saved(tmp_path / "whole.npy", array)
+    how: dict[str, Any] = {"axis": axis, "length": 3, "stride": 2, "step": 2}
+    with (
+        NpyStore.windows(files, across_files=True, **how) as store,
+        NpyStore.windows(whole, **how) as other,
+    ):
+        numbers = range(other.n_rows)
+        assert store.n_rows == other.n_rows
+        np.testing.assert_array_equal(gathered(store, numbers), gathered(other, numbers))
+    np.save(files[1], array[:1, :6])
+    with pytest.raises(errors.StoreError, match=r"expected equal axes after axis 0|do not match"):
+        NpyStore.windows(files, across_files=True, **how)
+
+
 def test_a_step_may_be_longer_than_all_files(paths: list[Path], tokens: np.ndarray) -> None:
     with opened(paths, length=800, step=1 << 80) as store:
-        assert not store.overlaps
         np.testing.assert_array_equal(gathered(store, [0]), tokens[None, :800])

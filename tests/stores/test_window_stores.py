@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
-from support.stores import gathered, saved
+from support.stores import gathered, mapped_windows, saved
 from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, StoreError, errors, rows
 from pinfeed.errors import UnknownArgument
+from pinfeed.native.library import library
 from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
+from pinfeed.readahead.item_reads import AxisWindowReads
 from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
-from pinfeed.readahead.strategy import DirectReads, ReadStrategy
+from pinfeed.readahead.strategy import DirectReads
+from pinfeed.stores.host_rows import memory_rows_of
+from pinfeed.stores.window_store import WindowStore
 from pinfeed.testing.suites import ROW_SHAPES, ReadOnlyStoreTests
 
 
@@ -29,7 +33,7 @@ class TestWindowsThatTouch(ReadOnlyStoreTests):
     row_shapes = tuple(shape for shape in ROW_SHAPES if shape)
     step_more = 0
 
-    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> WindowStore:
         n, length = array.shape[:2]
         step = length + self.step_more
         series = np.zeros((n, step, *array.shape[2:]), array.dtype)
@@ -85,18 +89,23 @@ def test_windows_are_those_of_the_files(
     whole = np.concatenate(shards)
     files = [folder / f"{i}.npy" for i in range(len(sizes))]
     if not len(whole):
-        with pytest.raises(errors.StoreError, match="items; expected at least"):
+        with pytest.raises(errors.StoreError, match="expected at least"):
             NpyStore.windows(files, length=length, step=step, start=start, span=span)
         return
     numbers = np.array(data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=60)), np.int64)
     places = np.random.default_rng(0).permutation(len(numbers) + 3)[: len(numbers)]
     with NpyStore.windows(files, length=length, step=step, start=start, span=span) as store:
         assert store.n_rows == len(whole)
-        mapped = store.map_rows()
-        mapped.populate(0, len(whole))
+        mapped = mapped_windows(store)
+        memory_rows = store.memory_rows_in(memory_rows_of(mapped.items))
+        assert (memory_rows is None) == (library() is None or dtype.startswith(">"))
         for source in (store, mapped):
             for wanted in (numbers, np.arange(len(whole)), np.sort(numbers)):
                 np.testing.assert_array_equal(gathered(source, wanted), whole[wanted])
+                if memory_rows is not None:
+                    found = np.empty((len(wanted), *store.row_shape), native)
+                    memory_rows.gather(wanted, found)
+                    np.testing.assert_array_equal(found, whole[wanted])
             out = np.zeros((len(numbers) + 3, *store.row_shape), native)
             source.gather_at(numbers, out, places)
             np.testing.assert_array_equal(out[places], whole[numbers])
@@ -130,7 +139,7 @@ def test_windows_are_copied_in_any_order(path: Path, tokens: np.ndarray) -> None
     wanted = rng.integers(0, len(expected), 300)
     places = rng.permutation(310)[:300]
     with NpyStore.windows(path, length=33, dtype="uint16") as store:
-        mapped = store.map_rows()
+        mapped = mapped_windows(store)
         np.testing.assert_array_equal(gathered(mapped, wanted), expected[wanted])
         out = np.zeros((310, 33), np.uint16)
         mapped.gather_at(wanted, out, places)
@@ -183,35 +192,53 @@ def test_stores_with_the_same_span_have_the_same_rows(tmp_path: Path) -> None:
             np.testing.assert_array_equal(np.diff(both, axis=1), np.ones_like(both[:, 1:]))
 
 
-def strategy_of(store: Any, order: Any, free: int) -> ReadStrategy:
-    [strategy] = plan_reads([store], order, 300, FreeMemory(free, free)).strategies
-    strategy.close()
-    return strategy
-
-
 def test_the_plan_counts_the_file_once(path: Path) -> None:
     with NpyStore.windows(path, length=1024, dtype="uint16") as store:
         assert store.nbytes == os.path.getsize(path)
-        strategy = strategy_of(store, rows.shuffled(0), KiB(100))
-        assert isinstance(strategy, MappedFile)
+        free = FreeMemory(KiB(100), KiB(100))
+        [strategy] = plan_reads([store], rows.shuffled(0), 300, free).strategies
+        assert isinstance(strategy, AxisWindowReads)
+        assert isinstance(strategy.item_strategy, MappedFile)
+        strategy.close()
         assert [(item.place, item.total) for item in strategy.items] == [("page cache", 12_000)]
         config = Config(cpu_memory_limit=MiB(8), preferred_batch_size=4)
         with Feeder(store, shuffle=True, config=config) as feeder:
             assert "train.bin, 11.7 KiB: read through the OS page cache" in unwrapped(feeder.plan)
 
 
-def test_the_plan_counts_a_file_of_inputs_and_targets_once(path: Path) -> None:
-    how: dict[str, Any] = {"dtype": "uint16", "span": 120}
+@pytest.mark.parametrize(
+    ("order", "free", "item"),
+    [
+        (rows.shuffled(0), KiB(600), "page cache"),
+        (rows.shuffled(0), KiB(600), "rows of a file"),
+        (
+            rows.block_shuffled(0, block_rows=1 << 14, window_blocks=1),
+            KiB(400),
+            "read-ahead buffers",
+        ),
+    ],
+    ids=str,
+)
+def test_a_file_of_inputs_and_targets_is_loaded_once(
+    tmp_path: Path, order: Any, free: int, item: str
+) -> None:
+    series = np.arange(1 << 18, dtype=np.uint16)
+    series.tofile(tmp_path / "x.bin")
+    how: dict[str, Any] = {"dtype": "uint16", "span": 120, "step": 3}
+    how["memory_map"] = item == "page cache"
     with (
-        NpyStore.windows(path, length=96, **how) as past,
-        NpyStore.windows(path, length=24, start=96, **how) as future,
+        NpyStore.windows(tmp_path / "x.bin", length=96, **how) as past,
+        NpyStore.windows(tmp_path / "x.bin", length=24, start=96, **how) as future,
     ):
-        plan = plan_reads([past, future], rows.shuffled(0), 300, FreeMemory(0, 12_100))
-        assert [type(strategy) for strategy in plan.strategies] == [MappedFile, MappedFile]
-        # The inputs do not need the last 24 tokens, which the targets add.
-        assert [item.total for item in plan.items] == [2 * (6000 - 24), 2 * 24]
+        plan = plan_reads([past, future], order, 300, FreeMemory(free, free))
+        assert [item in (found.what, found.place) for found in plan.items] == [True]
         for strategy in plan.strategies:
             strategy.close()
+        with Feeder((past, future), batch_size=64, rows=order, device="cpu") as feeder:
+            numbers = order.bind(past.n_rows, 0)(np.arange(past.n_rows))
+            x, y = (np.concatenate(parts) for parts in zip(*feeder, strict=True))
+    expected = windows_of(series, 120, 3, 0, 120)[numbers]
+    np.testing.assert_array_equal(np.concatenate([x, y], 1), expected)
 
 
 def test_a_shard_that_is_given_twice_is_counted_once(path: Path) -> None:
@@ -220,30 +247,31 @@ def test_a_shard_that_is_given_twice_is_counted_once(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"),
+    ("order", "free", "expected"),
     [
-        (rows.sequential(), DirectReads),
-        (rows.shuffled(0), PageCacheReadahead),
-        (rows.block_shuffled(0, block_rows=1 << 15), PageCacheReadahead),
+        (rows.sequential(), 0, DirectReads),
+        (rows.sequential(), MiB(100), DirectReads),
+        (rows.shuffled(0), 0, PageCacheReadahead),
+        (rows.shuffled(0), KiB(600), InMemoryCopy),
+        (rows.block_shuffled(0, block_rows=1 << 15, window_blocks=1), KiB(500), BufferedReadahead),
+        (rows.block_shuffled(0, block_rows=1 << 15), KiB(500), PageCacheReadahead),
     ],
-    ids=["sequential", "shuffled", "block_shuffled"],
+    ids=str,
 )
-def test_windows_that_overlap_are_not_copied(tmp_path: Path, order: Any, expected: type) -> None:
+@pytest.mark.parametrize("step", [1, 2])
+def test_items_are_read_once_also_if_windows_overlap(
+    tmp_path: Path, order: Any, free: int, expected: type, step: int
+) -> None:
+    """A copy has the 512 KiB of the file, not the 32 MiB of all windows."""
     np.arange(1 << 18, dtype=np.uint16).tofile(tmp_path / "x.bin")
-    with NpyStore.windows(tmp_path / "x.bin", length=64, dtype="uint16", memory_map=False) as store:
-        strategy = strategy_of(store, order, MiB(100))
-        assert type(strategy) is expected
-        assert strategy.items == ()
-
-
-def test_windows_that_do_not_overlap_are_read_as_other_rows(tmp_path: Path) -> None:
-    np.arange(1 << 18, dtype=np.uint16).tofile(tmp_path / "x.bin")
-    with NpyStore.windows(
-        tmp_path / "x.bin", length=64, step=64, dtype="uint16", memory_map=False
-    ) as store:
-        assert isinstance(strategy_of(store, rows.shuffled(0), MiB(100)), InMemoryCopy)
-        blocks = rows.block_shuffled(0, block_rows=512, window_blocks=2)
-        assert isinstance(strategy_of(store, blocks, KiB(500)), BufferedReadahead)
+    how: dict[str, Any] = {"length": 64, "dtype": "uint16", "memory_map": False}
+    with NpyStore.windows(tmp_path / "x.bin", step=step, **how) as store:
+        plan = plan_reads([store], order, 300, FreeMemory(free, free))
+        [strategy] = plan.strategies
+        assert isinstance(strategy, AxisWindowReads)
+        assert type(strategy.item_strategy) is expected
+        assert sum(item.total for item in plan.items) <= free
+        strategy.close()
 
 
 def test_a_gather_takes_memory_for_a_part_of_the_rows(tmp_path: Path) -> None:
@@ -252,7 +280,7 @@ def test_a_gather_takes_memory_for_a_part_of_the_rows(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).permutation(1 << 22)[:1024]
     out = np.empty((len(numbers), 1024), np.uint8)
     with NpyStore.windows(tmp_path / "x.bin", length=1024, dtype="uint8") as store:
-        mapped = store.map_rows()
+        mapped = mapped_windows(store)
         tracemalloc.start()
         for source in (store, mapped):
             source.gather(numbers, out)
@@ -265,7 +293,7 @@ def test_a_gather_takes_memory_for_a_part_of_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory_map", [True, False])
 def test_a_file_that_shrinks_is_an_error(path: Path, memory_map: bool) -> None:
     with NpyStore.windows(path, length=33, dtype="uint16") as store:
-        source = store.map_rows() if memory_map else store
+        source = mapped_windows(store) if memory_map else store
         last = [store.n_rows - 1]
         gathered(source, last)
         os.truncate(path, 11_998)
@@ -286,11 +314,11 @@ def test_a_store_of_windows_can_be_pickled(path: Path, tokens: np.ndarray) -> No
 
 
 def test_windows_cannot_be_written(path: Path) -> None:
-    with NpyStore.windows(path, length=33, dtype="uint16") as store:
-        with pytest.raises(errors.WriteBackError, match="read-only"):
-            store.scatter(np.array([0]), np.zeros((1, 33), np.uint16))
-        with pytest.raises(errors.StoreError, match="cannot be filled"), store.mapped():
-            pass
+    with (
+        NpyStore.windows(path, length=33, dtype="uint16") as store,
+        pytest.raises(errors.WriteBackError, match="read-only"),
+    ):
+        store.scatter(np.array([0]), np.zeros((1, 33), np.uint16))
 
 
 @pytest.mark.parametrize(
@@ -304,9 +332,9 @@ def test_windows_cannot_be_written(path: Path) -> None:
         ({"length": 8, "offset": -2}, "offset=-2: expected a whole number, at least 0"),
         ({"length": 8, "dtype": None}, "no header .* expected a .npy file, or dtype="),
         ({"length": 8, "offset": 1}, "minus offset=1 are 5999 rows of 2 bytes and 1 more bytes"),
-        ({"length": 6001}, "has 6,000 items; expected at least 6,001 for one window of len"),
-        ({"length": 8, "span": 7000}, "has 6,000 items; expected at least 7,000"),
-        ({"length": 1 << 80}, "has 6,000 items"),
+        ({"length": 6001}, r"fits in shape \(6000,\); expected at least 6,001 along axis 0; give"),
+        ({"length": 8, "span": 7000}, r"fits in shape \(6000,\); expected at least 7,000"),
+        ({"length": 1 << 80}, r"fits in shape \(6000,\)"),
         ({"length": 8, "keep_cache": 3}, "keep_cache=3"),
     ],
     ids=str,

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from pinfeed.stores.window_store import WindowStore
+
 
 def gathered(store: Any, wanted: Any) -> np.ndarray:
     """Return rows of a store as a new array."""
@@ -17,3 +19,9 @@ def saved(path: Path, array: np.ndarray) -> Path:
     """Save an array as a .npy file, and return its path."""
     np.save(path, array)
     return path
+
+
+def mapped_windows(store: WindowStore) -> WindowStore:
+    """Return the windows of local files in memory maps of the files."""
+    items: Any = store.items
+    return WindowStore(items.map_rows(), store.shapes, store.axes, owned=True)

@@ -21,11 +21,11 @@ from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
-from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.file_store import FileStore, rows_version
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.stores.store import Store
+from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.pytree import Rebuild
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
@@ -96,7 +96,8 @@ class RowSource(OrderedSource):
     @property
     def may_be_in_memory(self) -> bool:
         """Whether ``memory_rows`` may find the rows, now or when files have been loaded."""
-        return not self.ragged and all(strategy.may_be_in_memory for strategy in self.strategies)
+        found = [strategy.memory_rows_when_loaded() for strategy in self.strategies]
+        return not self.ragged and None not in found
 
     def memory_rows(self) -> list[MemoryRows] | None:
         """Return where the rows of each store are, if all can be copied natively from now on."""
