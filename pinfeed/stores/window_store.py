@@ -152,7 +152,10 @@ class WindowStore(FileStore):
         window = [axes[i].length if i in axes else n for i, n in enumerate(self.shapes[0])]
         shape = [*window[first:], *items.row_shape] if row_shape is None else row_shape
         super().__init__(items.label, items.paths, (self._ends.item(-1), *shape), items.dtype)
-        self.nbytes = items.nbytes
+        # The items between the first and the last one of each array; a file may be given twice.
+        covered = ((self.counts - 1) * self._distances).sum(1) + self.extent
+        n_items = covered[np.array(n_windows) > 0].sum().item()
+        self.nbytes = min(n_items * items.row_nbytes, items.nbytes)
         self._owned = owned
 
     def __repr__(self) -> str:

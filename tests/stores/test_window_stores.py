@@ -241,6 +241,20 @@ def test_a_file_of_inputs_and_targets_is_loaded_once(
     np.testing.assert_array_equal(np.concatenate([x, y], 1), expected)
 
 
+@pytest.mark.parametrize(("n", "expected"), [(5000, MappedFile), (10_000, DirectReads)])
+def test_the_end_of_a_file_does_not_count_as_unread(tmp_path: Path, n: int, expected: type) -> None:
+    """Half of the tokens in windows is worth a map; a fourth of the file is not."""
+    np.zeros(n, np.uint16).tofile(tmp_path / "x.bin")
+    how: dict[str, Any] = {"length": 257, "step": 512, "span": 513 if n == 5000 else n - 4096}
+    with NpyStore.windows(tmp_path / "x.bin", dtype="uint16", **how) as store:
+        assert store.nbytes == 2 * (8 * 512 + 257)
+        plan = plan_reads([store], rows.sequential(), 300, FreeMemory(MiB(1), MiB(1)))
+        [strategy] = plan.strategies
+        assert isinstance(strategy, AxisWindowReads)
+        assert type(strategy.item_strategy) is expected
+        strategy.close()
+
+
 def test_a_shard_that_is_given_twice_is_counted_once(path: Path) -> None:
     with NpyStore.windows([path, path], length=4, dtype="uint16") as store:
         assert (store.n_rows, store.nbytes) == (2 * 5997, 12_000)
