@@ -321,11 +321,11 @@ class RowCache:
         """
         while self._staged:
             copied = self._staged[0][1]
-            if wait:
-                # The copy may still read memory that is about to be freed.
+            if copied is None or not copied.is_done():
+                if not wait:
+                    return
+                # After an interrupt, the copy may still read memory that is about to be freed.
                 (copied or self.device.current_stream().record()).sync()
-            elif copied is None or not copied.is_done():
-                return
             self._staged.popleft()
 
     def _held(self, cached: CachedRows, new: Values) -> list[RowCopy]:

@@ -323,6 +323,35 @@ def test_an_interrupt_of_the_last_flush(
     runner.close()
 
 
+@WAYS
+def test_an_interrupt_after_slots_are_copied(window: bool) -> None:
+    """Their staging memory is kept until the device has read it."""
+
+    class Interrupted(SimDevice):
+        is_armed = False
+
+        def copy(self, source: Any, target: Any, stream: Any) -> None:
+            super().copy(source, target, stream)
+            if self.is_armed and source.dtype == np.int32:
+                self.is_armed = False
+                raise KeyboardInterrupt
+
+    run = CachedRun(BATCHES, capacity=N, policy=None, window=window)
+    sim = Interrupted(favour("read", "pinfeed-read", "write"), direct=window)
+    runner = run.runner(sim, 2)
+    batches = runner.run(lambda lent: lent)
+    for i in range(4):
+        run.step(sim, runner, i, next(batches))
+    sim.is_armed = True
+    with pytest.raises(KeyboardInterrupt):
+        runner.drain()
+    # The stream of the steps is late, so no other copy has waited for this one.
+    runner.source.cache.close()
+    gc.collect()
+    sim.drain()
+    runner.close()
+
+
 class Interrupt:
     """Raises KeyboardInterrupt before a line of the cache is executed, once.
 

@@ -240,13 +240,14 @@ VARIANTS: list[tuple[bool, dict[str, Any]]] = [
 
 
 def synchronisations() -> list[tuple[str, int]]:
-    """Return every call site of wait and sync."""
+    """Return every call site of wait and sync, except for those that bound memory."""
     sites: set[tuple[str, int]] = set()
     for direct, kwargs in VARIANTS:
         device = SimTorchDevice(lazy, direct=direct)
         check(device, 2, "momentum", **kwargs)
         sites |= device.sites
-    return sorted(sites)
+    # test_cache_failures.py shows that a flush takes the memory of a few parts.
+    return sorted(site for site in sites if "fit in memory" not in linecache.getline(*site))
 
 
 # Wrong row indices make torch raise errors, also while a loop is freed.
