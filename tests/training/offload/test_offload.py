@@ -21,7 +21,7 @@ ALL = {"threshold": 0, "host_limit": MiB(64), "device_limit": 0}
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("limit", [0, KiB(24), MiB(64)])
+@pytest.mark.parametrize("limit", [0, KiB(16), MiB(64)])
 @pytest.mark.parametrize("device_limit", [0, KiB(2), MiB(1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_is_that_of_the_plain_steps(name: str, device_limit: int, limit: int) -> None:
