@@ -146,8 +146,7 @@ def _watched(run: rowsteps.Run, n_warm: int, stats: list[Any], routes: list[str]
             # A contestant that fails to begin has no loop.
             for loop in loops:
                 stats.append(loop.stats)
-                # On a GPU, it has the blocks of the kernels.
-                routes.append(loop.route)
+                routes.append(loop.plan.route)
 
     return steps
 

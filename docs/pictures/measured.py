@@ -111,7 +111,7 @@ def images() -> Topic:
         found = {way: statistics.median(run[key] for run in runs) for way, runs in ways.items()}
         ours = found.pop("pinfeed, wrap_dataset")
         found.pop("pinfeed, wrap_loader")
-        # Of a way that makes samples or whole batches, the faster one.
+        # A way may make samples or whole batches; the faster one counts.
         ratios: dict[str, float | None] = {}
         for way, value in found.items():
             ratio = ours / value if key == "per_s" else value / ours

@@ -57,8 +57,6 @@ class DirectAccess:
         raise NotImplementedError
 
     def choose_route(self, stores: Sequence[Store], wanted: str | None, default: str) -> str:
-        # Stores of earlier feeders are not kept.
-        self._movers.clear()
         reached = [store for store in stores if self.can_reach(store)]
         if wanted == "direct" and len(reached) < len(stores):
             other = next(store for store in stores if store not in reached)
@@ -66,13 +64,13 @@ class DirectAccess:
                 f"route='direct': the rows of a {type(other).__name__} are not in page-locked "
                 "memory that a GPU can read; put them into a PinnedStore, or leave route out"
             )
-        self.is_direct = False
-        if not reached or (wanted or default) == "staged":
-            return ""
-        problem = self._problem()
+        is_wanted = bool(reached) and (wanted or default) == "direct"
+        problem = self._problem() if is_wanted else ""
         if problem and wanted == "direct":
             raise DeviceError(f"route='direct': {problem}; leave route out")
-        self.is_direct = not problem
+        # Stores of earlier feeders are not kept.
+        self._movers.clear()
+        self.is_direct = is_wanted and not problem
         return problem and f"page-locked rows are staged: {problem}"
 
     def _problem(self) -> str:

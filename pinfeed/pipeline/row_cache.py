@@ -15,7 +15,11 @@ is needed if the user changes the current stream between two batches:
 
     (10) work on the cache may not be done yet, in another stream
 
-The rows that a flush writes are copied first. The copies are written back like other values.
+The rows that a flush writes are copied first. The copies are written back like other values. The
+device copies the slots of these rows from staging memory, which is freed when that is done. Only
+after an interrupt does the end of the loop have to wait for it:
+
+    (16) the device may still read staging memory that is about to be freed
 """
 
 from __future__ import annotations
@@ -324,7 +328,7 @@ class RowCache:
             if copied is None or not copied.is_done():
                 if not wait:
                     return
-                # After an interrupt, the copy may still read memory that is about to be freed.
+                # The device may still read staging memory that is about to be freed.
                 (copied or self.device.current_stream().record()).sync()
             self._staged.popleft()
 

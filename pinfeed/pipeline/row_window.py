@@ -25,6 +25,7 @@ in transfer.py.
                                             write: memory -> store
                                             written = write.record()
     end, flush:                             compute: cache -> memory               changed rows
+                                            last flushed part .sync()              (15)
                                             write.wait(compute.record())           (7)
                                             write: memory -> store
     finish, quiesce:                 write.record().sync()                         (9), (14)
@@ -33,6 +34,7 @@ in transfer.py.
     (9) writes may still use memory that is about to be freed
    (13) the newest values may not be in the stores yet
    (14) the caller reads the stores next
+   (15) the parts of a cache may not fit in memory together
 
 The memory of a batch is kept until a later batch was lent that has waited for its write (13), (4).
 So the stream of the loop has passed the write before it uses the memory again. If the loop has
@@ -40,8 +42,8 @@ changed its stream since, the memory is shared with the new stream first. A prog
 stream makes the new one wait for the step, as torch demands, so rows in flight need no wait.
 
 A row in a cache is not gathered, and only a flush writes it: row_cache.py brings its newest value
-to each batch. The copies that a flush writes are shared with the stream of the writes. Two parts of
-them are in memory at a time, so a flush waits for the write of the last part before it queues one.
+to each batch. The copies that a flush writes are shared with the stream of the writes. At
+most two parts of a cache are in memory at a time.
 """
 
 from __future__ import annotations
@@ -150,8 +152,9 @@ class RowWindow:
             changed = {i: tensor for i, tensor in enumerate(tensors or ()) if tensor is not None}
             batch.changed[g].update(changed)
             for i, tensor in changed.items():
-                # Its memory is freed in the stream in which the loop requests a later batch.
-                self.device.share(tensor, batch.stream)
+                if batch.stream != compute:
+                    # Its memory is freed in the stream in which the loop requests a later batch.
+                    self.device.share(tensor, batch.stream)
                 batch.values[g][i] = tensor
             pairs = [(group.stores[i], tensor) for i, tensor in changed.items()]
             stored.append((pairs, group.written, batch.indices[g]))

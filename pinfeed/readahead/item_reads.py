@@ -42,6 +42,8 @@ class AxisWindowReads(ReadStrategy):
         items: Strategy of the items, or the first of the stores, which is opened before this one.
     """
 
+    _store: WindowStore
+
     def __init__(
         self,
         store: WindowStore,
@@ -49,7 +51,6 @@ class AxisWindowReads(ReadStrategy):
         items: ReadStrategy,
     ) -> None:
         super().__init__(store)
-        self._windows = store
         self._views = views
         # The store that opens and closes the strategy of the items for this one.
         self._first = items if isinstance(items, AxisWindowReads) else None
@@ -77,10 +78,10 @@ class AxisWindowReads(ReadStrategy):
                     self._open_items = None
 
     def memory_rows(self) -> MemoryRows | None:
-        return self._windows.memory_rows_in(self.item_strategy.memory_rows())
+        return self._store.memory_rows_in(self.item_strategy.memory_rows())
 
     def memory_rows_when_loaded(self) -> MemoryRows | None:
-        return self._windows.memory_rows_in(self.item_strategy.memory_rows_when_loaded())
+        return self._store.memory_rows_in(self.item_strategy.memory_rows_when_loaded())
 
     @property
     def may_open_ahead(self) -> bool:
@@ -98,7 +99,7 @@ class AxisWindowReads(ReadStrategy):
 
     def _maker(self, make: Callable[[Rows], UnreadRows]) -> Callable[[Rows], UnreadRows]:
         """Return a function that makes the windows of a batch, given one that makes its items."""
-        store = self._windows
+        store = self._store
         items = make(_NO_ROWS)
         if not isinstance(items, StoreRows):
             # The items are sorted by chunk.

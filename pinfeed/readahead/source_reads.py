@@ -182,7 +182,8 @@ def reads_of_rows(
     if file is None or not file.row_nbytes:
         return None
     row_nbytes = sum(view.row_nbytes for view in views) or file.row_nbytes
-    # The ends of files, which are in no window, do not count.
+    # The ends of files, which are in no window, do not count, unless they are most of a file: a map
+    # or a copy of it would then be mostly unused.
     covered = max((view.nbytes for view in views), default=0)
     nbytes = covered if covered > file.nbytes // 2 else file.nbytes
     share = _share(order, store.n_rows, row_nbytes, nbytes)

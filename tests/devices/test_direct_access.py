@@ -126,8 +126,10 @@ def test_without_a_driver_or_kernels_rows_are_staged(
     why = device.choose_route([store], None, "direct")
     assert re.match(f"page-locked rows are staged: {match}", why)
     assert not device.reaches(store)
+    device.is_direct = True
     with pytest.raises(DeviceError, match=f"^route='direct': {match}.*; leave route out"):
         device.choose_route([store], "direct", "staged")
+    assert device.is_direct, "a refused choice changed the route of other feeders"
 
 
 @pytest.mark.parametrize("begin", [0, 1, 4])

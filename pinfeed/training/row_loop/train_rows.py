@@ -95,7 +95,7 @@ def train_rows(
             sharded tables and transforms, because no copy needs to be hidden.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``. None is
-            ``"direct"`` if the GPU can read and write all of them.
+            ``"direct"`` if kernels run on the GPU.
         verify: Whether to compare all rows with the synchronous loop. The loop then keeps a copy of
             every row that it has used, and raises VerificationError at the first difference. Every
             batch waits for the device.

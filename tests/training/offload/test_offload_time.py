@@ -90,7 +90,7 @@ def test_a_step_takes_the_time_of_computation_or_of_copies(n_units: int) -> None
             before = offload.stats.n_storages
             step = step_ms(device, offload)
             n_sent = offload.stats.n_storages - before
-        # What the loss saves stays, and so do the layers before it within the limit.
+        # The tensors that the loss saves stay, and so do the layers before it within the limit.
         assert n_sent == max(0, N_LAYERS - max(0, n_units - N_LOSS + 1))
         copies = n_sent * COPY_MS
         assert step <= 1.02 * (max(FORWARD_MS, copies) + max(BACKWARD_MS, copies))
