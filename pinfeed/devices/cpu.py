@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.device import RowCopy
+from pinfeed.devices.device import RowCopy, TensorRange
 from pinfeed.devices.layout import RowLayout, copy_blocks, tensors_in_blocks
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.host import free_host_bytes
@@ -25,7 +25,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
-from pinfeed.tensors.numpy_torch import NUMPY, is_dense, memory_of, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, is_dense, memory_of, plain, to_torch
 from pinfeed.threads.pool import ThreadPool
 
 # torch uses several threads for copies of more bytes.
@@ -142,14 +142,14 @@ class HostDevice:
         for source, target, taken, into in copies:
             values, out = _array_of(source), _array_of(target)
             if into is None and taken is not None:
-                values.take(memory_of(taken), axis=0, out=out, mode="clip")
+                values.take(_numbers(taken), axis=0, out=out, mode="clip")
                 continue
             if taken is not None:
-                values = values.take(memory_of(taken), axis=0, mode="clip")
+                values = values.take(_numbers(taken), axis=0, mode="clip")
             if into is None:
                 np.copyto(out, values)
             else:
-                put_rows(out, memory_of(into), values)
+                put_rows(out, _numbers(into), values)
 
     def copy_staged(
         self, staged: Any, layout: RowLayout, wholes: Any, streams: Any, *, timed: bool
@@ -157,10 +157,12 @@ class HostDevice:
         return copy_blocks(self, staged, layout, wholes, streams, timed=timed)
 
     def adopts(self, part: UnreadPart) -> bool:
-        return getattr(part, "host_value", None) is not None
+        return any(getattr(part, name, None) is not None for name in ("host_value", "own_array"))
 
     def adopt(self, part: Any, stream: Any) -> Any:
-        value = part.host_value
+        value = getattr(part, "host_value", None)
+        if value is None:
+            return to_torch(part.own_array)
         # The caller owns a tensor on the CPU, so it is not copied. Calling ``to`` would release
         # the interpreter's lock.
         return value if type(value) is torch.Tensor and value.is_cpu else value.to("cpu")
@@ -183,7 +185,7 @@ class HostDevice:
         self,
         parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: Any,
-        indices: torch.Tensor | None = None,
+        indices: torch.Tensor | TensorRange | None = None,
     ) -> None:
         for part, dst in parts:
             part.read(memory_of(dst))
@@ -220,7 +222,11 @@ def _array_of(values: torch.Tensor | Array) -> Array:
     """Return an array with the values of a dense tensor or an array, on its memory if possible."""
     if isinstance(values, np.ndarray):
         return values
-    return memory_of(values.detach().resolve_conj().resolve_neg())
+    return memory_of(plain(values))
+
+
+def _numbers(positions: TensorRange) -> npt.NDArray[Any]:
+    return memory_of(positions.tensor)[positions.begin : positions.begin + positions.n]
 
 
 class PlannedGpu(HostDevice):

@@ -24,7 +24,7 @@ from pinfeed.devices.cuda_streams import (
     queued_in,
     take_mark,
 )
-from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
+from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy, TensorRange
 from pinfeed.devices.layout import RowLayout, copy_blocks
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
@@ -32,7 +32,7 @@ from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.memory.pages import BufferPool, Bytes
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
-from pinfeed.tensors.numpy_torch import NUMPY, TORCH, is_dense, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, TORCH, is_dense, plain, to_torch
 from pinfeed.threads.pool import ThreadPool
 
 # Priority of the side streams. It is higher than that of the model, so that small kernels that move
@@ -304,7 +304,7 @@ def _dense(values: torch.Tensor) -> torch.Tensor:
     """Return values whose rows are contiguous in memory, as they are or copied."""
     if is_in_order(values):
         return values
-    return values.detach().resolve_conj().resolve_neg().contiguous()
+    return plain(values).contiguous()
 
 
 def _copy_rows(copy: RowCopy) -> None:
@@ -314,17 +314,22 @@ def _copy_rows(copy: RowCopy) -> None:
         if copy.taken is None:
             target.copy_(source)
         else:
-            torch.index_select(source, 0, copy.taken, out=target)
+            torch.index_select(source, 0, _numbers(copy.taken), out=target)
         return
     # index_select takes int32, and index_copy_ does not.
-    into = copy.into.long()
+    into = _numbers(copy.into).long()
     if copy.taken is None:
         target.index_copy_(0, into, source)
         return
     # index_select allocates memory for the selected rows, so they are copied in steps.
     step = max(1, OVERLAP_CHUNK_BYTES * len(target) // target.nbytes)
-    for chosen, places in zip(copy.taken.split(step), into.split(step), strict=True):
+    for chosen, places in zip(_numbers(copy.taken).split(step), into.split(step), strict=True):
         target.index_copy_(0, places, source.index_select(0, chosen))
+
+
+def _numbers(positions: TensorRange) -> torch.Tensor:
+    tensor: torch.Tensor = positions.tensor
+    return tensor[positions.begin : positions.begin + positions.n]
 
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,17 @@ import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
+from pinfeed.devices.device import TensorRange
 from pinfeed.devices.kernels import WIDEST_WORD, RowKernels
+from pinfeed.devices.layout import SMALL_NBYTES
+from pinfeed.devices.row_copies import address_of
 from pinfeed.errors import DeviceError, described
 from pinfeed.native.row_moves import RowDirection, RowMover, RowMoves
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import Array, Store, row_nbytes, run_of
-from pinfeed.tensors.numpy_torch import TORCH
+from pinfeed.tensors.numpy_torch import TORCH, plain
 
 _Table = tuple[Any, torch.Tensor]
 """Store, and rows of it in a batch on the device."""
@@ -91,8 +94,9 @@ class DirectAccess:
     def reaches(self, source: UnreadPart | Store) -> bool:
         value = getattr(source, "host_value", None)
         if value is not None:
-            # A batch of a loader is read directly if the loader has pin_memory=True.
-            return bool(value.is_pinned())
+            # A batch of a loader is read directly if the loader has pin_memory=True, unless a copy
+            # of its own takes longer than to stage it together with others.
+            return value.nbytes > SMALL_NBYTES and bool(value.is_pinned())
         return self.is_direct and self.can_reach(getattr(source, "store", source))
 
     def can_reach(self, store: Any) -> TypeGuard[PinnedStore]:
@@ -124,7 +128,7 @@ class DirectAccess:
         self,
         parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: CudaStream,
-        indices: torch.Tensor | None = None,
+        indices: torch.Tensor | TensorRange | None = None,
     ) -> None:
         # Grouped by the array of row indices, which several stores have in common.
         groups: dict[int, tuple[Rows, list[_Table]]] = {}
@@ -155,27 +159,25 @@ class DirectAccess:
         tables: Sequence[_Table],
         rows: Rows,
         stream: CudaStream,
-        indices: torch.Tensor | None,
+        indices: torch.Tensor | TensorRange | None,
     ) -> None:
         """Queue the move of rows from or to their tables."""
         stores = tuple(store for store, _ in tables)
-        is_paired = indices is not None and indices.ndim == 2
-        run = None if is_paired else run_of(rows)
-        if run is None and indices is None:
-            with queued_in(stream.raw):
-                # Allocated in this stream, so that its memory is reused only after the launches.
-                indices = self._upload(rows, _index_dtype(stores))
+        n, start, index_nbytes = len(rows), -1, 4
+        if is_paired := isinstance(indices, TensorRange):
+            n, address = indices.n // 2, address_of(indices)
+        elif (run := run_of(rows)) is not None:
+            start, address = run.start, 0
+        else:
+            if indices is None:
+                with queued_in(stream.raw):
+                    # Allocated in this stream, so its memory is reused only after the launches.
+                    indices = self._upload(rows, _index_dtype(stores))
+            index_nbytes, address = indices.element_size(), indices.data_ptr()
         assert self.engine_driver is not None
-        index_nbytes = 4 if indices is None else indices.element_size()
         mover = self._mover(kind, stores, index_nbytes, paired=is_paired)
-        mover(
-            self.engine_driver,
-            stream.handle,
-            -1 if run is None else run.start,
-            len(rows if indices is None else indices),
-            0 if indices is None else indices.data_ptr(),
-            [tensor.data_ptr() for _, tensor in tables],
-        )
+        packed = [tensor.data_ptr() for _, tensor in tables]
+        mover(self.engine_driver, stream.handle, start, n, address, packed)
 
     def _mover(
         self,
@@ -218,8 +220,7 @@ def _aligned(values: torch.Tensor, stream: CudaStream) -> torch.Tensor:
     if not values.data_ptr() % WIDEST_WORD and is_in_order(values):
         return values
     with queued_in(stream.raw):
-        plain = values.detach().resolve_conj().resolve_neg()
-        return plain.clone(memory_format=torch.contiguous_format)
+        return plain(values).detach().clone(memory_format=torch.contiguous_format)
 
 
 def _index_dtype(stores: Sequence[Store]) -> np.dtype[Any]:

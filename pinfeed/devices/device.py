@@ -32,14 +32,22 @@ OVERLAP_CHUNK_BYTES = 8 << 20
 """Most bytes that a device copies at once of the rows that batches share."""
 
 
+class TensorRange(NamedTuple):
+    """Numbers [begin, begin + n) of a tensor on the device, int32, shape (m,)."""
+
+    tensor: Tensor
+    begin: int
+    n: int
+
+
 class RowCopy(NamedTuple):
     """Copy of rows between tensors on the device: ``target[into] = source[taken]``."""
 
     source: Tensor
     target: Tensor
-    taken: Tensor | None = None
-    """Positions in ``source``, int32, shape (n,), on the device; None for all rows in order."""
-    into: Tensor | None = None
+    taken: TensorRange | None = None
+    """Positions in ``source``; None for all rows in order."""
+    into: TensorRange | None = None
     """Positions in ``target``, as for ``taken``."""
 
 
@@ -212,11 +220,11 @@ class Device(Protocol):
         """
 
     def adopts(self, part: UnreadPart) -> bool:
-        """Return whether the ``host_value`` of a part is used or moved by itself, not copied."""
+        """Return whether the value of a part is used or moved by itself, not copied."""
         ...
 
     def adopt(self, part: UnreadPart, stream: Any) -> Tensor:
-        """Return the ``host_value`` of such a part on the device.
+        """Return the value of such a part on the device.
 
         If the value is not on the device, it is moved there in ``stream``, the stream of the
         consumer thread.
@@ -259,7 +267,7 @@ class Device(Protocol):
         self,
         parts: Sequence[tuple[UnreadPart, Tensor]],
         stream: Any,
-        indices: Tensor | None = None,
+        indices: Tensor | TensorRange | None = None,
     ) -> None:
         """Queue reads of parts that the device can read directly into their tensors.
 
@@ -267,7 +275,7 @@ class Device(Protocol):
             parts: The parts, each with its tensor.
             stream: Stream of the reads.
             indices: Row indices of the parts on the device, as int64 or in the dtype of
-                ``index_dtype``; or the rows to read, each with its place, int32, shape (m, 2). If
+                ``index_dtype``; or a range of the rows to read, each followed by its place. If
                 given, all parts are these rows of stores.
         """
         ...

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver, cuda_driver
-from pinfeed.devices.device import RowCopy
+from pinfeed.devices.device import RowCopy, TensorRange
 from pinfeed.devices.kernels import CudaModule
 from pinfeed.errors import described
 
@@ -73,6 +73,12 @@ OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}", f"-DN_THREADS={N_THREADS}
 """The compiler's options."""
 
 
+def address_of(numbers: TensorRange) -> int:
+    """Return the address of numbers on the GPU."""
+    first: int = numbers.tensor.data_ptr()
+    return first + 4 * numbers.begin
+
+
 class RowCopyKernel:
     """The kernel, compiled for one GPU.
 
@@ -96,16 +102,16 @@ class RowCopyKernel:
         """Queue copies between contiguous tensors in a stream, which is given by its handle."""
         fields: list[int] = []
         for source, target, taken, into in copies:
-            # len() of a tensor is a Python function.
             positions = into if taken is None else taken
-            n = (source if positions is None else positions).shape[0]
+            # len() of a tensor is a Python function.
+            n = source.shape[0] if positions is None else positions.n
             nbytes = target.nbytes
             if n and nbytes and source.shape[0]:
                 fields += (
                     source.data_ptr(),
                     target.data_ptr(),
-                    0 if taken is None else taken.data_ptr(),
-                    0 if into is None else into.data_ptr(),
+                    0 if taken is None else address_of(taken),
+                    0 if into is None else address_of(into),
                     n,
                     nbytes // target.shape[0],
                 )

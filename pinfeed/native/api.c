@@ -335,13 +335,14 @@ PF_API int64_t pf_api_first_occurrences(const int64_t *a)
 
 _Static_assert(sizeof(struct pf_sorted) == 3 * sizeof(int64_t), "a batch is three numbers");
 
-/* Arguments: row indices, spare memory, the three outputs, the batch that receives the rows, number
- * of earlier batches, and these batches. Returns as pf_overlaps does. */
+/* Arguments: row indices, spare memory, positions, counts, whether to find unread rows, the batch
+ * that receives the rows, number of earlier batches, and these batches. Returns as pf_overlaps
+ * does. */
 PF_API int64_t pf_api_overlaps(const int64_t *a)
 {
     return pf_overlaps(pointer(a[0]), (const struct pf_sorted *)(a + 5),
                        (const struct pf_sorted *)(a + 9), a[8], pointer(a[1]), pointer(a[2]),
-                       pointer(a[3]), pointer(a[4]));
+                       pointer(a[3]), (int)a[4]);
 }
 
 /* Arguments: cache, row indices, number of them, and the outputs. */

@@ -25,6 +25,21 @@ Integers = npt.NDArray[np.int64]
 
 # After this many requests, an interrupt can end the call.
 _N_REQUESTS = 256
+# Work on so many row indices takes less time than another thread needs to wake up, twice.
+_BRIEF_ROWS = 2048
+
+
+class RowFunctions:
+    """The compiled functions that take the row indices of a batch.
+
+    Args:
+        loaded: The shared library.
+    """
+
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        self.distinct_rows = _function(loaded, "pf_api_distinct_rows")
+        self.first_occurrences = _function(loaded, "pf_api_first_occurrences")
+        self.overlaps = _function(loaded, "pf_api_overlaps")
 
 
 class Library:
@@ -45,9 +60,8 @@ class Library:
         self.copy_runs = _function(releasing, "pf_api_copy_runs")
         self.permute = _function(releasing, "pf_api_permute")
         self.request_each = _function(releasing, "pf_api_request_each")
-        self.distinct_rows = _function(releasing, "pf_api_distinct_rows")
-        self.first_occurrences = _function(releasing, "pf_api_first_occurrences")
-        self.overlaps = _function(releasing, "pf_api_overlaps")
+        self._brief_rows = RowFunctions(holding)
+        self._rows = RowFunctions(releasing)
         self.decide = _function(releasing, "pf_api_decide")
         self.dense = _function(releasing, "pf_api_dense")
         self.open_engine = _function(releasing, "pf_api_engine_open")
@@ -79,6 +93,10 @@ class Library:
         self.move_rows = _function(holding, "pf_api_move_rows")
         self.copy_rows = _function(holding, "pf_api_copy_rows")
         self.count_maps = _function(holding, "pf_api_guard_count")
+
+    def of_rows(self, n: int) -> RowFunctions:
+        """Return the functions for ``n`` row indices."""
+        return self._brief_rows if n <= _BRIEF_ROWS else self._rows
 
 
 def _function(library: ctypes.CDLL, name: str) -> Function:

@@ -111,7 +111,7 @@ static int64_t sort_rows(const int64_t *rows, const struct pf_sorted *batch, uin
 
 int64_t pf_overlaps(const int64_t *rows, const struct pf_sorted *batch,
                     const struct pf_sorted *earlier, int64_t n_earlier, uint64_t *spare,
-                    int32_t *found, int64_t *counts, struct pf_pair *unread)
+                    int32_t *found, int64_t *counts, int finds_unread)
 {
     uint64_t *const pairs = spare;
     unsigned char *const is_hidden = (unsigned char *)(spare + batch->n);
@@ -136,7 +136,8 @@ int64_t pf_overlaps(const int64_t *rows, const struct pf_sorted *batch,
         }
         found += 2 * n;
     }
-    for (int64_t i = *counts = 0; unread && i < batch->n; i++) {
+    struct pf_pair *const unread = (struct pf_pair *)found;
+    for (int64_t i = *counts = 0; finds_unread && i < batch->n; i++) {
         unread[*counts] = (struct pf_pair){(int32_t)batch->rows[i], batch->order[i]};
         *counts += !is_hidden[i];
     }

@@ -455,14 +455,14 @@ struct pf_sorted {
  *     and then as many in the earlier batch; room for 2 * batch->n * n_earlier numbers
  * counts: receives for each earlier batch the number of latest rows, and that of other rows, and
  *     then the number of unread rows
- * unread: receives the rows that no earlier batch has, each with its position in the batch, in the
- *     order of rows, which are below 2^31; room for batch->n pairs; NULL if they are not needed
+ * finds_unread: whether to write also the rows that no earlier batch has, after the last position:
+ *     a pf_pair for each, in the order of rows, which are below 2^31; room for batch->n more pairs
  *
  * Returns where a row in `batch` equals the one before it; `batch->n` if all are distinct. Returns
  * -1 if the rows do not ascend, and have no keys in distinct.c. */
 int64_t pf_overlaps(const int64_t *rows, const struct pf_sorted *batch,
                     const struct pf_sorted *earlier, int64_t n_earlier, uint64_t *spare,
-                    int32_t *found, int64_t *counts, struct pf_pair *unread);
+                    int32_t *found, int64_t *counts, int finds_unread);
 
 /* cache.c */
 

@@ -6,11 +6,11 @@ read and written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pinfeed.devices.device import Stream, Tensor
 from pinfeed.pipeline.row_cache import CachedRows, ChangedRows, RowCache, Values
-from pinfeed.pipeline.sources.source import RowGroup
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.spans import CacheCounts
 from pinfeed.stores.store import row_nbytes
@@ -30,28 +30,27 @@ class CacheTransfer:
         self.batch = 0
         """Number of the last batch that was lent."""
 
-    def lend(
-        self, groups: Sequence[RowGroup], tensors: list[Tensor], batch: int, compute: Stream
-    ) -> None:
+    def lend(self, batch: HostBatch, tensors: list[Tensor], number: int, compute: Stream) -> None:
         """Replace the gathered rows of groups with a cache by all rows of the batch.
 
         Args:
-            groups: Groups of the batch.
-            tensors: Tensors of all parts of the batch; those of the groups are replaced.
-            batch: Number of the batch.
+            batch: The batch.
+            tensors: Tensors of all its parts; those of the groups are replaced.
+            number: Number of the batch.
             compute: Stream of the consumer thread.
 
         Raises:
             ClosedError: If another thread closes the loop.
         """
-        self.batch = batch
-        for group in groups:
+        self.batch = number
+        for g, group in enumerate(batch.groups):
             if (cached := group.cached) is None:
                 continue
             if cached.cache not in self.caches:
                 self.caches.append(cached.cache)
             cached.positions = tensors[cached.part]
-            cached.n_read = len(group.rows if group.unread is None else group.unread)
+            unread = None if batch.shared is None else batch.shared.unread[g]
+            cached.n_read = len(group.rows) if unread is None else unread.n_rows
             parts = slice(group.first, group.first + len(group.stores))
             tensors[parts] = cached.cache.lend(cached, tensors[parts], compute)
 

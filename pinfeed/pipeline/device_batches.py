@@ -27,8 +27,6 @@ from pinfeed.pipeline.transfer import Transfer
 _pack_receive = packing(4)
 # Other Python threads run while more bytes are staged.
 _BRIEF_NBYTES = 1 << 20
-# A copy of its own costs the host as much time as staging that many bytes.
-_STAGED_NBYTES = 64 << 10
 
 
 class MovedBatch(NamedTuple):
@@ -224,7 +222,7 @@ class LoaderLayout:
         from pinfeed.tensors.numpy_torch import NUMPY
 
         self._is_reached = is_reached
-        self._direct = [tensor.nbytes > _STAGED_NBYTES and is_reached(tensor) for tensor in tensors]
+        self._direct = list(map(is_reached, tensors))
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
         direct = self._direct

@@ -144,7 +144,7 @@ class ComparedDraws:
         self._first = first
         self._turns = Turns(is_shared=schedule.n_readers > 1)
         self._finds_unread = finds_unread
-        self._recent: RecentRows | None = RecentRows(schedule.depth, finds_unread=finds_unread)
+        self._recent: RecentRows | None = RecentRows(schedule.depth)
 
     def make(self, slot: Slot, turn: int) -> HostBatch | None:
         batch: HostBatch | None = None
@@ -172,20 +172,15 @@ class ComparedDraws:
         """Note the rows that a batch shares with earlier ones, and the rows that repeat."""
         if self._recent is None or not batch.groups:
             return
-        batch.shared, repeated, unread = self._recent.add(
+        batch.shared, repeated = self._recent.add(
             self._first + turn,
             [group.rows for group in batch.groups],
             [group.written for group in batch.groups],
             self._writer.log.pending_batches(),
+            [self._finds_unread and not group.is_frozen for group in batch.groups],
         )
         if self._finds_unread:
-            # Other rows are gathered by the row indices that the batch has.
-            batch.groups = [
-                group
-                if group.is_frozen or len(found) == len(group.rows)
-                else group._replace(unread=found)
-                for group, found in zip(batch.groups, unread, strict=True)
-            ]
+            # A window writes the distinct rows of tables.
             return
         pairs = zip(batch.groups, repeated, strict=True)
         batch.groups = [group._replace(repeated=row) for group, row in pairs]

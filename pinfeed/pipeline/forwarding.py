@@ -24,10 +24,6 @@ Positions = npt.NDArray[np.int32]
 """Positions of rows in a batch."""
 
 
-RowPlaces = npt.NDArray[np.int32]
-"""Rows, each with its position in a batch, shape (n, 2)."""
-
-
 class PositionRange(NamedTuple):
     """Rows that two batches have in common: a part of ``SharedRows.positions``."""
 
@@ -61,9 +57,13 @@ class SharedRows:
     """Rows that a batch has in common with the batches before it."""
 
     positions: Positions
-    """Positions of the rows in the batches. The ranges of ``overlaps`` divide this array."""
+    """Positions of the rows in the batches, and the unread rows, each with its position."""
     overlaps: Sequence[Mapping[int, Overlap]]
     """For each group of rows, the overlap with each earlier batch, by its number."""
+    unread: Sequence[PositionRange | None]
+    """For each group, the rows that no earlier batch has: pairs of numbers in ``positions``. None
+    if these are all rows, or were not searched for.
+    """
 
 
 @dataclass

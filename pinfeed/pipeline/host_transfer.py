@@ -126,7 +126,7 @@ class HostTransfer:
         arrays: list[Array | None] = []
         total = 0
         for i, part in enumerate(parts):
-            if getattr(part, "host_value", None) is not None:
+            if device.adopts(part):
                 arrays.append(None)
                 continue
             shape = part.shape

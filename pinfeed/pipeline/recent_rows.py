@@ -14,13 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pinfeed.native.library import library, packing
-from pinfeed.pipeline.forwarding import (
-    Overlap,
-    PositionRange,
-    Positions,
-    RowPlaces,
-    SharedRows,
-)
+from pinfeed.pipeline.forwarding import Overlap, PositionRange, Positions, SharedRows
 from pinfeed.rows.indices import sort_rows
 from pinfeed.rows.orders import Rows
 
@@ -50,11 +44,11 @@ class _Comparison(NamedTuple):
 
     batch: SortedRows
     found: Positions
-    """Positions of the shared rows, as overlap.c writes them."""
+    """Positions of the shared rows, and the unread rows, as overlap.c writes them."""
     counts: list[int]
-    """For each earlier batch, the number of latest rows, then that of hidden ones."""
-    unread: RowPlaces
-    """The rows that no earlier batch has."""
+    """For each earlier batch, the number of latest rows, then that of hidden ones; at last the
+    number of unread rows, which are not among those of ``found`` if they are all rows.
+    """
 
 
 class RecentRows:
@@ -62,12 +56,10 @@ class RecentRows:
 
     Args:
         n_ahead: Number of earlier batches that may still be written when a batch is added.
-        finds_unread: Whether to find the rows that no earlier batch has; all are below 2^31.
     """
 
-    def __init__(self, n_ahead: int, *, finds_unread: bool = False) -> None:
+    def __init__(self, n_ahead: int) -> None:
         self._n_ahead = n_ahead
-        self._finds_unread = finds_unread
         # For each group, the rows that batches may write, by number of the batch, in order.
         self._groups: list[dict[int, SortedRows]] = []
 
@@ -77,7 +69,8 @@ class RecentRows:
         gathered: Sequence[Rows],
         written: Sequence[Rows],
         pending: Collection[int],
-    ) -> tuple[SharedRows, list[int | None], list[RowPlaces]]:
+        finds_unread: Sequence[bool],
+    ) -> tuple[SharedRows, list[int | None]]:
         """Add a batch, and find its rows in earlier batches that may be written later.
 
         These are the ``n_ahead`` previous batches, and the batches in ``pending``. A batch in which
@@ -90,35 +83,39 @@ class RecentRows:
             written: For each group, the indices of the rows that the batch may write, shape (m,);
                 the same array if it may write the rows that it gathers.
             pending: Numbers of batches with writes that are not completed.
+            finds_unread: For each group, whether to find the rows that no earlier batch has; all
+                are below 2^31.
 
         Returns:
-            The shared rows; for each group a gathered row that occurs twice, or None; and for each
-            group the rows that no earlier batch has, if the constructor was told to find them.
+            The shared rows; and for each group a gathered row that occurs twice, or None.
         """
         if not self._groups:
             self._groups = [{} for _ in gathered]
         pieces: list[Positions] = []
         overlaps: list[dict[int, Overlap]] = []
         repeated: list[int | None] = []
-        unread: list[RowPlaces] = []
+        unread: list[PositionRange | None] = []
         begin = 0
-        for recent, rows, own in zip(self._groups, gathered, written, strict=True):
+        groups = zip(self._groups, gathered, written, finds_unread, strict=True)
+        for recent, rows, own, finds in groups:
             for earlier in list(recent):
                 if earlier < number - self._n_ahead and earlier not in pending:
                     del recent[earlier]
-            batch, found, counts, left = _compare(
-                rows, list(reversed(recent.values())), finds_unread=self._finds_unread
+            batch, found, counts = _compare(
+                rows, list(reversed(recent.values())), finds_unread=finds
             )
             overlaps.append(_overlaps(list(reversed(recent)), counts, begin))
-            pieces.append(found)
-            unread.append(left)
+            n_unread = counts[-1]
             begin += len(found)
+            is_part = finds and n_unread < len(rows)
+            unread.append(PositionRange(begin - 2 * n_unread, n_unread) if is_part else None)
+            pieces.append(found)
             repeated.append(batch.repeated)
             kept = batch if own is rows else _compare(own, ()).batch
             if self._n_ahead and kept.repeated is None:
                 recent[number] = kept
         positions = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return SharedRows(positions, overlaps), repeated, unread
+        return SharedRows(positions, overlaps, unread), repeated
 
 
 def _overlaps(numbers: Sequence[int], counts: Sequence[int], begin: int) -> dict[int, Overlap]:
@@ -126,11 +123,11 @@ def _overlaps(numbers: Sequence[int], counts: Sequence[int], begin: int) -> dict
 
     Args:
         numbers: Numbers of the earlier batches.
-        counts: For each of them, the number of latest rows, then that of hidden ones.
+        counts: The counts of ``_Comparison``.
         begin: Number of positions before those of the group.
     """
     overlaps = {}
-    for number, n_latest, n_hidden in zip(numbers, counts[::2], counts[1::2], strict=True):
+    for number, n_latest, n_hidden in zip(numbers, counts[::2], counts[1::2], strict=False):
         if n_latest or n_hidden:
             hidden = PositionRange(begin + 2 * n_latest, n_hidden)
             overlaps[number] = Overlap(PositionRange(begin, n_latest), hidden)
@@ -144,27 +141,33 @@ def _compare(
     """Sort the rows of a batch, and find them in earlier batches, newest first."""
     native = library()
     if native is None:
-        return _compare_in_numpy(rows, earlier)
+        return _compare_in_numpy(rows, earlier, finds_unread=finds_unread)
     rows = np.ascontiguousarray(rows, np.int64)
     batch = SortedRows(np.empty_like(rows), np.empty(len(rows), np.int32))
     spare = np.empty(SPARE_ROW_NBYTES * len(rows), np.uint8)
-    found = np.empty(2 * len(rows) * len(earlier), np.int32)
+    found = np.empty(2 * len(rows) * (len(earlier) + finds_unread), np.int32)
     numbers = np.empty(2 * len(earlier) + 1, np.int64)
-    unread = np.empty((len(rows) * finds_unread, 2), np.int32)
     arguments = [array.ctypes.data for array in (rows, spare, found, numbers)]
-    arguments += [unread.ctypes.data * finds_unread, *batch.description, len(earlier)]
+    arguments += [finds_unread, *batch.description, len(earlier)]
     for other in earlier:
         arguments += other.description
-    at = native.overlaps(packing(len(arguments))(*arguments))
+    at = native.of_rows(len(rows)).overlaps(packing(len(arguments))(*arguments))
     if at < 0:
-        return _compare_in_numpy(rows, earlier)
+        return _compare_in_numpy(rows, earlier, finds_unread=finds_unread)
     if at < len(rows):
         batch.repeated = batch.rows.item(at)
-    *counts, n_unread = numbers.tolist()
-    return _Comparison(batch, found[: 2 * sum(counts)], counts, unread[:n_unread])
+    counts = numbers.tolist()
+    return _Comparison(batch, found[: _n_found(counts, rows)], counts)
 
 
-def _compare_in_numpy(rows: Rows, earlier: Sequence[SortedRows]) -> _Comparison:
+def _n_found(counts: Sequence[int], rows: Rows) -> int:
+    """Return how many numbers are kept: not the unread rows, if they are all rows."""
+    return 2 * sum(counts) if counts[-1] < len(rows) else 0
+
+
+def _compare_in_numpy(
+    rows: Rows, earlier: Sequence[SortedRows], *, finds_unread: bool
+) -> _Comparison:
     """Compare rows without compiled functions, or rows that are too large for them."""
     ascending, positions = sort_rows(rows)
     order = positions.astype(np.int32)
@@ -181,6 +184,7 @@ def _compare_in_numpy(rows: Rows, earlier: Sequence[SortedRows]) -> _Comparison:
             pieces += [order[shared], other.order[at[shared]]]
             counts.append(len(shared))
         is_hidden[later] = True
-    left = np.flatnonzero(~is_hidden)
-    unread = np.stack([ascending[left], order[left]], axis=1).astype(np.int32)
-    return _Comparison(batch, np.concatenate(pieces), counts, unread)
+    left = np.flatnonzero(~is_hidden)[: len(rows) * finds_unread]
+    counts.append(len(left))
+    pieces.append(np.stack([ascending[left], order[left]], axis=1).astype(np.int32).reshape(-1))
+    return _Comparison(batch, np.concatenate(pieces)[: _n_found(counts, rows)], counts)

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
+from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
 from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
@@ -78,9 +78,9 @@ class CachedRows:
         cut, moves = self.cache.device.cut, self.moves
         return [cut(one, moves.n_admitted, len(moves.gathered)) for one in gathered]
 
-    def cut(self, begin: int, end: int) -> Tensor:
+    def cut(self, begin: int, end: int) -> TensorRange:
         """Return a range of the positions and slots, on the device."""
-        return self.cache.device.cut(self.positions, begin, end)
+        return TensorRange(self.positions, begin, end - begin)
 
     def release(self) -> None:
         """Free the device memory of the rows, because their batch is over."""
@@ -313,7 +313,8 @@ class RowCache:
             device.copy(staged, on_device, compute)
             self._staged[-1][1] = compute.record()
             pairs = zip(self.tensors, values, strict=True)
-            copies = [RowCopy(held, one, taken=on_device) for held, one in pairs if one is not None]
+            taken = TensorRange(on_device, 0, len(slots))
+            copies = [RowCopy(held, one, taken) for held, one in pairs if one is not None]
             device.copy_rows(copies, compute)
             return ChangedRows(rows, values)
 

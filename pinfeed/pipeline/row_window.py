@@ -55,8 +55,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.devices.device import Event, RowCopy, Stream, Tensor
+from pinfeed.devices.device import Event, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.errors import ClosedError
+from pinfeed.pipeline.forwarding import PositionRange
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.row_cache import ChangedRows
 from pinfeed.pipeline.slot import DeviceSlot
@@ -211,7 +212,7 @@ class RowWindow:
         if len(tensors) > len(batch.parts):
             self._forward(batch, tensors[-1], values, compute)
         self._free(slot.number - self._depth - 1, compute)
-        self.caches.lend(batch.groups, tensors, slot.number, compute)
+        self.caches.lend(batch, tensors, slot.number, compute)
         indices = []
         for g, group in enumerate(batch.groups):
             assert group.ids_part is not None
@@ -233,25 +234,22 @@ class RowWindow:
     ) -> None:
         """Copy the newest values of rows in flight to a batch."""
         assert batch.shared is not None
-        every = [overlap for each in batch.shared.overlaps for overlap in each.values()]
-        sizes = [shared.n_rows for overlap in every for shared in overlap for _ in range(2)]
-        ranges = iter(self.device.split(positions, sizes))
         copies: list[RowCopy] = []
         frozen: list[list[RowCopy]] = []
         for g, overlaps in enumerate(batch.shared.overlaps):
-            for number in overlaps:
+            for number, (latest, hidden) in overlaps.items():
                 earlier = self._batch(number)
                 self._share(earlier, compute)
                 pairs = list(zip(earlier.values[g], values[g], strict=True))
-                into, taken, hidden_into, hidden = itertools.islice(ranges, 4)
+                places = _ranges(positions, latest)
                 if not batch.groups[g].is_frozen:
-                    copies += [RowCopy(*pair, taken, into) for pair in pairs]
+                    copies += [RowCopy(*pair, *places) for pair in pairs]
                     continue
                 # All rows were gathered. Those that the program has written are newer, also if a
                 # batch has them that has not.
-                frozen.append([])
-                for pair in map(pairs.__getitem__, earlier.changed[g]):
-                    frozen[-1] += RowCopy(*pair, taken, into), RowCopy(*pair, hidden, hidden_into)
+                changed = list(map(pairs.__getitem__, earlier.changed[g]))
+                every = places, _ranges(positions, hidden)
+                frozen.append([RowCopy(*pair, *each) for pair in changed for each in every])
         self.device.copy_rows(copies, compute)
         # The newest batch comes first, and its rows last.
         for of_batch in reversed(frozen):
@@ -279,6 +277,12 @@ class RowWindow:
         if batch.stream != compute:
             for tensor in (*batch.indices, *itertools.chain.from_iterable(batch.values)):
                 self.device.share(tensor, compute)
+
+
+def _ranges(positions: Tensor, shared: PositionRange) -> tuple[TensorRange, TensorRange]:
+    """Return the positions of rows in the earlier and in the later of two batches."""
+    begin, n = shared
+    return TensorRange(positions, begin + n, n), TensorRange(positions, begin, n)
 
 
 class WindowWrites(LoopWrites):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import Device
 from pinfeed.devices.layout import BatchPart, RowLayout, aligned
+from pinfeed.pipeline.forwarding import PositionRange
 from pinfeed.pipeline.part_memory import PartMemory
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
@@ -25,6 +26,8 @@ class GroupReads(NamedTuple):
     """Indices of the parts with the rows of each store that it reads."""
     index_part: int | None
     """Index of the part with the row indices; None if the device needs none."""
+    pairs: PositionRange | None
+    """Which of these are the rows to read, each with its place; None for all rows in order."""
 
 
 class Gathered(NamedTuple):
@@ -80,14 +83,21 @@ class SlotGather:
         device = self._device
         parts = list(batch.all_parts())
         n_batch = len(parts)
-        adopted = {i for i, part in enumerate(parts) if device.adopts(part)}
-        # Only the user knows what an adopted value can be asked for.
-        direct = {i for i, part in enumerate(parts) if i not in adopted and device.reaches(part)}
+        adopted: set[int] = set()
+        direct: set[int] = set()
         if reads_rows:
             direct.update(i for group in batch.groups for i in group.parts)
+        for i, part in enumerate(parts):
+            if i in direct:
+                continue
+            # Only the user knows what an adopted value can be asked for.
+            if device.adopts(part):
+                adopted.add(i)
+            elif device.reaches(part):
+                direct.add(i)
         reads = self._reads(batch, parts, direct)
         sizes = {
-            i: BatchPart.of(tuple(part.shape), part.dtype)
+            i: BatchPart.of(part.shape, part.dtype)
             for i, part in enumerate(parts)
             if i not in adopted
         }
@@ -135,20 +145,22 @@ class SlotGather:
         The row indices that it needs are added to ``parts``, unless the batch has them.
         """
         found = []
-        for g, group in enumerate(batch.groups):
+        unread = [None] * len(batch.groups) if batch.shared is None else batch.shared.unread
+        n_batch = len(parts)
+        for g, (group, pairs) in enumerate(zip(batch.groups, unread, strict=True)):
             own = [i for i in group.parts if i in direct]
             if not own:
                 continue
             index_part = group.ids_part
-            added = group.unread
-            if added is None and index_part is None:
+            if pairs is not None:
+                index_part = n_batch - 1
+            elif index_part is None:
                 stores = [group.stores[i - group.first] for i in own]
                 dtype = self._device.index_dtype(stores, group.rows)
-                added = None if dtype is None else group.rows.astype(dtype)
-            if added is not None:
-                index_part = len(parts)
-                parts.append(ArrayPart(added))
-            found.append(GroupReads(g, own, index_part))
+                if dtype is not None:
+                    index_part = len(parts)
+                    parts.append(ArrayPart(group.rows.astype(dtype)))
+            found.append(GroupReads(g, own, index_part, pairs))
         return found
 
     def _layout(self, parts: list[BatchPart]) -> RowLayout:

@@ -125,7 +125,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import Device, Event, Stream, Tensor
+from pinfeed.devices.device import Device, Event, Stream, Tensor, TensorRange
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
@@ -628,9 +628,12 @@ class Transfer(Writer):
         if gathered.direct:
             # They may be row indices of a group.
             self.device.read([(parts[i], tensors[i]) for i in gathered.direct], self._read)
-        for g, own, index_part in gathered.reads:
+        for g, own, index_part, pairs in gathered.reads:
             indices = None if index_part is None else tensors[index_part]
-            batch.groups[g] = batch.groups[g]._replace(indices=indices)
+            if pairs is not None:
+                indices = TensorRange(indices, pairs.begin, 2 * pairs.n_rows)
+            else:
+                batch.groups[g] = batch.groups[g]._replace(indices=indices)
             self.device.read([(parts[i], tensors[i]) for i in own], self._read, indices)
 
     def _copy_to_host(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from pinfeed.devices.device import Device, Event, RowCopy, Stream, Tensor
+from pinfeed.devices.device import Device, Event, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import HeldValues, Write, WriteLog, forwards
@@ -174,15 +174,15 @@ class Writer:
                     values = write.values
                     if compute != values.compute:
                         self._await_values(values, g, compute)
-                    earlier = self.device.cut(positions, *shared.earlier)
-                    later = self.device.cut(positions, *shared.later)
+                    earlier = TensorRange(positions, shared.earlier[0], shared.n_rows)
+                    later = TensorRange(positions, shared.begin, shared.n_rows)
                     copies = [
                         RowCopy(held, slot.tensors[group.first + i], earlier, later)
                         for i, held in enumerate(values.tensors[g])
                         if held is not None
                     ]
                     self.device.copy_rows(copies, compute)
-        self.caches.lend(batch.groups, slot.tensors, slot.number, compute)
+        self.caches.lend(batch, slot.tensors, slot.number, compute)
 
     def _pending(
         self,

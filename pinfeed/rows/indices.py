@@ -160,7 +160,8 @@ def _compiled(function: str, rows: Indices) -> tuple[int, Indices, Indices] | No
     rows = np.ascontiguousarray(rows, np.int64)
     distinct, positions = np.empty_like(rows), np.empty_like(rows)
     address, *outputs = (array.ctypes.data for array in (rows, distinct, positions))
-    n_distinct = getattr(native, function)(_pack(address, len(rows), *outputs))
+    call = getattr(native.of_rows(len(rows)), function)
+    n_distinct = call(_pack(address, len(rows), *outputs))
     return None if n_distinct < 0 else (n_distinct, distinct, positions)
 
 

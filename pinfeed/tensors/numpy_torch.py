@@ -68,7 +68,18 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         raise StoreError(
             f"{name}: got a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()"
         )
-    return memory_of(value.detach())
+    return memory_of(plain(value))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without a gradient, whose numbers are in memory as they are.
+
+    Most tensors are such, and each call of torch would let another thread take the interpreter's
+    lock.
+    """
+    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:

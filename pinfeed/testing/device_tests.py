@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
+from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.host_rows import StoreRows, UnreadPart, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
@@ -90,11 +90,15 @@ class DeviceTests:
         src = sample(2 if taken is None else 6, (3,), dtype)
         dst = sample(20, (3,), dtype)[-2 if into is None else -5 :].copy()
         (a, _x), (b, _y) = self.upload(device, src, stream), self.upload(device, dst, stream)
+        # The numbers are a range of a longer tensor.
+        numbers = [1000, *(taken or ()), *(into or ()), 1000]
+        on_device, _n = self.upload(device, np.array(numbers, np.int32), stream)
+        begins = 1, 1 + len(taken or ())
         at = [
-            None if rows is None else self.upload(device, np.array(rows, np.int32), stream)
-            for rows in (taken, into)
+            None if rows is None else TensorRange(on_device, begin, len(rows))
+            for rows, begin in zip((taken, into), begins, strict=True)
         ]
-        device.copy_rows([RowCopy(a, b, *(one and one[0] for one in at))], stream)
+        device.copy_rows([RowCopy(a, b, *at)], stream)
         dst[slice(None) if into is None else into] = src if taken is None else src[taken]
         self.expect(device, b, dst, stream)
 
@@ -110,17 +114,21 @@ class DeviceTests:
             for name, group in arrays.items()
         }
         places = {"into": [3, 0], "hits": [1, 2], "slots": [4, 0], "leaving": [2]}
-        at = {
+        uploaded = {
             name: self.upload(device, np.array(rows, np.int32), stream)
             for name, rows in places.items()
+        }
+        at = {
+            name: TensorRange(tensor, 0, len(places[name]))
+            for name, (tensor, _) in uploaded.items()
         }
         copies = []
         for i in range(len(_CACHED)):
             gathered, cache, lent, left = (group[i][0] for group in tensors.values())
             copies += [
-                RowCopy(gathered, lent, into=at["into"][0]),
-                RowCopy(cache, lent, at["slots"][0], at["hits"][0]),
-                RowCopy(cache, left, taken=at["leaving"][0]),
+                RowCopy(gathered, lent, into=at["into"]),
+                RowCopy(cache, lent, at["slots"], at["hits"]),
+                RowCopy(cache, left, taken=at["leaving"]),
             ]
         device.copy_rows(copies, stream)
         for i, (gathered, cache, _, _) in enumerate(zip(*arrays.values(), strict=True)):
@@ -132,7 +140,8 @@ class DeviceTests:
         stream = device.current_stream()
         some, _x = self.upload(device, np.arange(6.0).reshape(2, 3), stream)
         none, _y = self.upload(device, np.empty((0, 3)), stream)
-        positions, _p = self.upload(device, np.empty(0, np.int32), stream)
+        numbers, _n = self.upload(device, np.empty(0, np.int32), stream)
+        positions = TensorRange(numbers, 0, 0)
         device.copy_rows([RowCopy(some, none, taken=positions)], stream)
         device.copy_rows([RowCopy(none, some, into=positions)], stream)
         device.copy_rows([], stream)
@@ -274,8 +283,8 @@ class DeviceTests:
         device.write([(store, values)], np.array([3, 1]), stream)
         np.testing.assert_array_equal(store.array, [0, 2, 0, 1])
         batch, _a = self.upload(device, np.zeros(3), stream)
-        one, _b = self.upload(device, np.array([1], np.int32), stream)
-        other, _c = self.upload(device, np.array([2], np.int32), stream)
+        places, _b = self.upload(device, np.array([1, 2], np.int32), stream)
+        one, other = TensorRange(places, 0, 1), TensorRange(places, 1, 1)
         device.copy_rows([RowCopy(values, batch, one, other)], stream)
         self.expect(device, batch, np.array([0.0, 0.0, 2.0]), stream)
 

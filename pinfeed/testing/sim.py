@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import RowCopy
+from pinfeed.devices.device import RowCopy, TensorRange
 from pinfeed.devices.layout import RowLayout, copy_blocks, tensors_in_blocks
 from pinfeed.native.library import library
 from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
@@ -210,8 +210,7 @@ class SimDevice:
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: SimStream) -> None:
         reached = [
-            [None if tensor is None else stream._reach(tensor) for tensor in copy]
-            for copy in copies
+            [None if one is None else _reached(stream, one) for one in copy] for copy in copies
         ]
 
         def launch() -> None:
@@ -262,11 +261,12 @@ class SimDevice:
         self,
         parts: Sequence[tuple[UnreadPart, DeviceArray]],
         stream: SimStream,
-        indices: DeviceArray | None = None,
+        indices: DeviceArray | TensorRange | None = None,
     ) -> None:
-        numbers = None if indices is None else stream._reach(indices)
+        numbers = None if indices is None else _reached(stream, indices)
+        is_paired = isinstance(indices, TensorRange)
         for part, dst in parts:
-            stream._enqueue(_reading(part, stream._reach(dst), numbers))
+            stream._enqueue(_reading(part, stream._reach(dst), numbers, is_paired=is_paired))
 
     def write(
         self,
@@ -372,8 +372,21 @@ class SimDevice:
         self._free[stream.name].append(block)
 
 
+def _reached(stream: SimStream, numbers: Any) -> Callable[[], Array]:
+    """Return a function that returns a tensor, or a range of one, when the stream runs."""
+    if not isinstance(numbers, TensorRange):
+        return stream._reach(numbers)
+    tensor, begin, n = numbers
+    reached = stream._reach(tensor)
+    return lambda: reached()[begin : begin + n]
+
+
 def _reading(
-    part: Any, target: Callable[[], Array], numbers: Callable[[], Array] | None
+    part: Any,
+    target: Callable[[], Array],
+    numbers: Callable[[], Array] | None,
+    *,
+    is_paired: bool,
 ) -> Callable[[], object]:
     """Return work that reads a part, or rows of its store by row indices on the device."""
     if numbers is None:
@@ -381,12 +394,12 @@ def _reading(
 
     def read() -> None:
         rows, out = numbers(), target()
-        if rows.ndim == 1:
+        if not is_paired:
             part.store.gather(_in_range(rows, part.store), out)
             return
-        found = np.empty((len(rows), *out.shape[1:]), out.dtype)
-        part.store.gather(_in_range(rows[:, 0], part.store), found)
-        _put_rows(out, rows[:, 1], found)
+        found = np.empty((len(rows) // 2, *out.shape[1:]), out.dtype)
+        part.store.gather(_in_range(rows[::2], part.store), found)
+        _put_rows(out, rows[1::2], found)
 
     return read
 

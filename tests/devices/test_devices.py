@@ -13,7 +13,7 @@ from pinfeed import Feeder, errors
 from pinfeed.devices import cuda, resolve
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.devices.cuda_streams import CudaClock, queued_in
-from pinfeed.devices.device import RowCopy
+from pinfeed.devices.device import RowCopy, TensorRange
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.tensors.numpy_torch import to_numpy, to_torch
 from pinfeed.testing import SimDevice, favour, lazy
@@ -94,6 +94,10 @@ def test_a_device_that_was_given_stays_open() -> None:
             assert len(list(feeder)) == 3
 
 
+def in_order(positions: torch.Tensor) -> TensorRange:
+    return TensorRange(positions, 0, len(positions))
+
+
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_rows_of_every_dtype_are_copied_as_words(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -105,14 +109,14 @@ def test_rows_of_every_dtype_are_copied_as_words(
         tensor, out = to_torch(src), to_torch(dst.copy())
         src_pos = torch.tensor([5, 0, 5, 2], dtype=torch.int32)
         dst_pos = torch.tensor([1, 4, 0, 2], dtype=torch.int32)
-        cuda._copy_rows(RowCopy(tensor, out, src_pos, dst_pos))
+        cuda._copy_rows(RowCopy(tensor, out, *map(in_order, (src_pos, dst_pos))))
         wanted = dst.copy()
         wanted[dst_pos.numpy()] = src[src_pos.numpy()]
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
-        cuda._copy_rows(RowCopy(tensor[:4], out, into=dst_pos))
+        cuda._copy_rows(RowCopy(tensor[:4], out, into=in_order(dst_pos)))
         wanted[dst_pos.numpy()] = src[:4]
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
-        cuda._copy_rows(RowCopy(tensor, out[:4], taken=src_pos))
+        cuda._copy_rows(RowCopy(tensor, out[:4], taken=in_order(src_pos)))
         wanted[:4] = src[src_pos.numpy()]
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
         cuda._copy_rows(RowCopy(tensor[1:6], out))
@@ -125,7 +129,7 @@ def test_values_at_any_place_of_a_tensor_are_copied_as_words() -> None:
     with pytest.raises(RuntimeError, match="storage_offset"):
         cuda._words(values)
     out = torch.zeros(4, 2)
-    cuda._copy_rows(RowCopy(values, out, into=torch.arange(4, dtype=torch.int32)))
+    cuda._copy_rows(RowCopy(values, out, into=in_order(torch.arange(4, dtype=torch.int32))))
     assert torch.equal(out, values)
     assert cuda._aligned(out) is out
 

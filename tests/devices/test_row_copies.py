@@ -19,7 +19,7 @@ from pinfeed.devices import cuda, row_copies
 from pinfeed.devices.cuda import CudaDevice
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.cuda_driver import CudaDriver
-from pinfeed.devices.device import RowCopy
+from pinfeed.devices.device import RowCopy, TensorRange
 from pinfeed.devices.row_copies import (
     MAX_COPIES,
     N_THREADS,
@@ -103,6 +103,12 @@ def rows_at(offset: int, n: int, nbytes: int, rng: np.random.Generator) -> torch
     return whole[offset:].view(n, nbytes)
 
 
+def numbers(rows: np.ndarray) -> TensorRange:
+    """Return rows as a range of a longer tensor."""
+    whole = np.concatenate([[-1, -1], rows, [-1]]).astype(np.int32)
+    return TensorRange(torch.from_numpy(whole), 2, len(rows))
+
+
 one_copy = st.tuples(
     st.sampled_from([1, 2, 3, 4, 8, 12, 16, 48, 100, 512, 1040]),
     st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 40)),
@@ -133,8 +139,8 @@ def test_rows_are_copied(run: Run, described: list[Any], n_gpu: int, seed: int) 
             RowCopy(
                 source,
                 target,
-                torch.from_numpy(taken.astype(np.int32)) if has_taken else None,
-                torch.from_numpy(into.astype(np.int32)) if has_into else None,
+                numbers(taken) if has_taken else None,
+                numbers(into) if has_into else None,
             )
         )
     for n_blocks, n_copies in launches(run, copies, n_gpu):

@@ -181,9 +181,8 @@ static void compare_batches(void)
 {
     enum { N = 1001, N_EARLIER = 500 };
     int64_t given[N], sorted[N], every[N_EARLIER], counts[3];
-    int32_t order[N], positions[N_EARLIER], found[2 * N];
+    int32_t order[N], positions[N_EARLIER], memory[4 * N];
     uint64_t spare[2 * N];
-    struct pf_pair pairs[N];
     for (int i = 0; i < N_EARLIER; i++) {
         every[i] = i;
         positions[i] = N_EARLIER - 1 - i;
@@ -195,14 +194,16 @@ static void compare_batches(void)
         for (int64_t i = 0; i < n; i++)
             rows[i] = n & 1 ? i / 3 : 7 * (n - i) % N_EARLIER;
         const struct pf_sorted batch = {sorted + N - n, order + N - n, n};
-        struct pf_pair *const unread = pairs + N - n;
-        pf_overlaps(rows, &batch, &half, 1, spare, found, counts, unread);
+        int32_t *found = memory + 4 * (N - n);
+        pf_overlaps(rows, &batch, &half, 1, spare, found, counts, 1);
+        const struct pf_pair *const unread = (struct pf_pair *)(found + 2 * counts[0]);
         if (counts[0] + counts[2] != n || counts[1])
             abort();
         for (int64_t i = 0; i < counts[2]; i++)
             if (unread[i].row < N_EARLIER / 2 || rows[unread[i].place] != unread[i].row)
                 abort();
-        pf_overlaps(rows, &batch, &earlier, 1, spare, found, counts, NULL);
+        found = memory + 2 * (2 * N - n);
+        pf_overlaps(rows, &batch, &earlier, 1, spare, found, counts, 0);
         if (counts[0] != n || counts[1] || counts[2])
             abort();
         for (int64_t i = 0; i < n; i++)

@@ -35,7 +35,8 @@ def compared(
     pending: Collection[int] = (),
     written: Sequence[np.ndarray] | None = None,
 ) -> SharedRows:
-    return recent.add(number, rows, rows if written is None else written, pending)[0]
+    own = rows if written is None else written
+    return recent.add(number, rows, own, pending, [False] * len(rows))[0]
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -145,7 +146,8 @@ class Loop:
 
     def gather(self, number: int, rows: np.ndarray) -> None:
         scaled = [rows * self.scale]
-        shared, (repeated,), _ = self.recent.add(number, scaled, scaled, self.log.pending_batches())
+        pending = self.log.pending_batches()
+        shared, (repeated,) = self.recent.add(number, scaled, scaled, pending, [False])
         assert (repeated is not None) == (len(set(rows.tolist())) < len(rows))
         if repeated is not None:
             assert rows.tolist().count(repeated // self.scale) > 1

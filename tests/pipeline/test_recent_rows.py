@@ -64,13 +64,14 @@ def check(n_ahead: int, batches: Sequence[tuple[Sequence[tuple[Rows, Rows]], set
     finds_unread = all(
         int(rows.max(initial=0)) < 1 << 31 for each, _ in batches for rows, _ in each
     )
-    recent = RecentRows(n_ahead, finds_unread=finds_unread)
+    recent = RecentRows(n_ahead)
     plain = [PlainSearch(n_ahead) for _ in batches[0][0]]
     pending: set[int] = set()
     for number, (groups, late) in enumerate(batches):
         pending = {i for i in (*pending, number - n_ahead - 1) if number - i in late}
         gathered, written = zip(*groups, strict=True)
-        shared, repeated, unread = recent.add(number, gathered, written, pending)
+        finds = [finds_unread] * len(groups)
+        shared, repeated = recent.add(number, gathered, written, pending, finds)
         ends = [0]
         for g, (rows, own) in enumerate(groups):
             if finds_unread:
@@ -78,7 +79,14 @@ def check(n_ahead: int, batches: Sequence[tuple[Sequence[tuple[Rows, Rows]], set
                     i for pairs in found_in(shared, g).values() for i, _ in pairs[0] | pairs[1]
                 }
                 left = [(row, i) for i, row in enumerate(rows.tolist()) if i not in in_flight]
-                assert [tuple(pair) for pair in unread[g].tolist()] == sorted(left)
+                unread = shared.unread[g]
+                if unread is None:
+                    assert len(left) == len(rows)
+                else:
+                    numbers = shared.positions[unread.begin :].tolist()[: 2 * unread.n_rows]
+                    pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+                    assert pairs == sorted(left)
+                    ends.append(unread.begin + 2 * unread.n_rows)
             assert found_in(shared, g) == plain[g].add(number, rows, own, pending)
             values, counts = np.unique(rows, return_counts=True)
             assert repeated[g] in (values[counts > 1].tolist() or [None])
@@ -152,7 +160,7 @@ def test_a_batch_is_kept_while_its_write_is_pending() -> None:
     recent = RecentRows(1)
     kept = []
     for number, pending in enumerate([(), (), (0,), (0, 1), (0,), ()]):
-        shared, *_ = recent.add(number, *zip(*rows, strict=True), pending)
+        shared, _ = recent.add(number, *zip(*rows, strict=True), pending, [False])
         kept.append(sorted(shared.overlaps[0]))
     assert kept == [[], [0], [0, 1], [0, 1, 2], [0, 3], [4]]
 
@@ -160,9 +168,9 @@ def test_a_batch_is_kept_while_its_write_is_pending() -> None:
 def test_a_loop_that_does_not_prefetch_keeps_no_rows() -> None:
     recent = RecentRows(0)
     rows = [rows_of([4, 2, 4])]
-    shared, repeated, _ = recent.add(0, rows, rows, ())
+    shared, repeated = recent.add(0, rows, rows, (), [False])
     assert (shared.overlaps, repeated, recent._groups) == ([{}], [4], [{}])
-    recent.add(1, [rows[0][:2]], [rows[0][:2]], ())
+    recent.add(1, [rows[0][:2]], [rows[0][:2]], (), [False])
     assert recent._groups == [{}]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.devices.device import Device, RowCopy, Tensor
+from pinfeed.devices.device import Device, RowCopy, Tensor, TensorRange
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
@@ -192,7 +192,8 @@ class RowFetch:
         shape = (positions.shape[0], *store.row_shape)
         memory = self.device.empty(math.prod(shape) * store.dtype.itemsize, compute)
         out = self.device.tensor(memory, shape, store.dtype)
-        self.device.copy_rows([RowCopy(distinct, out, taken=positions)], compute)
+        taken = TensorRange(positions, 0, shape[0])
+        self.device.copy_rows([RowCopy(distinct, out, taken)], compute)
         return out
 
 

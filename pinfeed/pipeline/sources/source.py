@@ -58,8 +58,6 @@ class RowGroup(NamedTuple):
     """Rows of the batch in a cache on the device, which are not gathered; None without a cache."""
     ids_part: int | None = None
     """Index of a part of the batch with the row indices; None if there is none."""
-    unread: npt.NDArray[np.int32] | None = None
-    """The rows to gather, each with its place, shape (m, 2); None for all rows."""
     is_frozen: bool = False
     """Whether no optimizer changes the rows. The program may still write them directly."""
 
@@ -89,17 +87,42 @@ class RowGroup(NamedTuple):
         return RowGroup(self.written, self.first, self.stores)
 
 
-class ArrayPart:
-    """An array on the host: an ``UnreadPart`` that is copied."""
+# A copy of so many bytes takes less time than another thread needs to wake up, twice.
+_BRIEF_NBYTES = 64 << 10
 
-    def __init__(self, array: npt.NDArray[Any]) -> None:
+
+class ArrayPart:
+    """An array on the host: an ``UnreadPart`` that is copied.
+
+    Args:
+        array: The array.
+        is_own: Whether nothing else uses the array. A device in host memory then takes it.
+
+    Attributes:
+        own_array: The array, if nothing else uses it; otherwise None.
+    """
+
+    __slots__ = ("_array", "dtype", "own_array", "shape")
+
+    def __init__(self, array: npt.NDArray[Any], *, is_own: bool = False) -> None:
         self._array = array
+        self.own_array = array if is_own else None
         self.shape = array.shape
         self.dtype = array.dtype
 
     def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the array into ``out``."""
-        out[...] = self._array
+        copy_array(self._array, out)
+
+
+def copy_array(array: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    """Copy an array into a contiguous one of its shape and dtype."""
+    if array.nbytes <= _BRIEF_NBYTES and array.flags.c_contiguous:
+        # numpy would let another thread take the interpreter's lock.
+        source, target = array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
+        target.data[:] = source.data
+        return
+    np.copyto(out, array)
 
 
 @dataclass(slots=True)

@@ -223,7 +223,7 @@ class ChangingRows:
             if self._is_trained:
                 found |= self._cache.policy.contains(rows)
             cached = self._cache.decide(rows)
-        shared, *_ = self._recent.add(next(self._numbers), [rows], [rows], ())
+        shared, *_ = self._recent.add(next(self._numbers), [rows], [rows], (), [False])
         for latest, _ in shared.overlaps[0].values():
             found[shared.positions[slice(*latest.later)]] = True
         return found, cached

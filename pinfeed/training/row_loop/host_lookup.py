@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from pinfeed.devices.device import Tensor
-from pinfeed.pipeline.sources.host_leaves import HostLeaf
 from pinfeed.pipeline.sources.row_fetch import ids_array
-from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
 from pinfeed.rows.indices import check_rows, distinct_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.tensors.numpy_torch import version_of
@@ -29,9 +28,9 @@ class HostLookup(NamedTuple):
     """
 
 
-def position_parts(lookup: HostLookup) -> list[HostLeaf]:
-    """Return the positions of a lookup as parts that are copied to the device."""
-    return [HostLeaf(torch.from_numpy(positions)) for _, positions in lookup.positions]
+def position_parts(lookup: HostLookup) -> list[ArrayPart]:
+    """Return the positions of a lookup as parts of a batch."""
+    return [ArrayPart(positions, is_own=True) for _, positions in lookup.positions]
 
 
 class DataOnDevice:

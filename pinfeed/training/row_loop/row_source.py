@@ -6,13 +6,11 @@ import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.row_cache import CachedRows, RowCache
 from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.loader_source import END, LoaderSource
-from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import ArrayPart, BatchThunk, HostBatch, RowGroup
 from pinfeed.stores import Store
 from pinfeed.stores.host_rows import StoreRows
 from pinfeed.tensors import rng_state
@@ -176,7 +174,7 @@ class TableRowSource(LoaderSource):
         parts = list(load.parts)
         every = []
         for i, (table, lookup, one) in enumerate(zip(self._tables, lookups, chosen, strict=True)):
-            parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
+            parts.append(ArrayPart(lookup.rows, is_own=True))
             link = None
             rows = lookup.rows
             if isinstance(one, ExchangePlan):
@@ -188,7 +186,7 @@ class TableRowSource(LoaderSource):
             if one is not None:
                 rows = one.moves.gathered
                 one.part = len(parts)
-                parts += map(HostLeaf, map(torch.from_numpy, (one.moves.positions, rows)))
+                parts += [ArrayPart(one.moves.positions), ArrayPart(rows)]
             group = RowGroup(
                 rows,
                 len(parts),
