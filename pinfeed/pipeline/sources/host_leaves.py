@@ -43,9 +43,9 @@ class HostLeaf:
 
     def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the tensor into ``out``."""
-        from pinfeed.tensors.numpy_torch import memory_of
+        from pinfeed.tensors.numpy_torch import memory_of, plain
 
-        copy_array(memory_of(self.host_value), out)
+        copy_array(memory_of(plain(self.host_value)), out)
 
 
 def host_batch_of(batch: Any) -> HostBatch:
