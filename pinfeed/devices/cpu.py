@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.device import RowCopy, TensorRange
-from pinfeed.devices.layout import RowLayout, copy_blocks, tensors_in_blocks
+from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
+from pinfeed.devices.device import Event, RowCopy, TensorRange
+from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import BufferPool, Bytes, huge
@@ -151,10 +152,15 @@ class HostDevice:
             else:
                 put_rows(out, _numbers(into), values)
 
-    def copy_staged(
-        self, staged: Any, layout: RowLayout, wholes: Any, streams: Any, *, timed: bool
-    ) -> tuple[HostEvent | None, HostEvent]:
-        return copy_blocks(self, staged, layout, wholes, streams, timed=timed)
+    def copy_batch(
+        self, batch: BatchCopies, streams: Any, *, timed: bool
+    ) -> tuple[Event | None, Event]:
+        return copy_batch(self, batch, streams, timed=timed)
+
+    def write_batch(
+        self, writes: Sequence[RowWrites], streams: Any, *, timed: bool
+    ) -> tuple[Event | None, Event]:
+        return write_batch(self, writes, streams, timed=timed)
 
     def adopts(self, part: UnreadPart) -> bool:
         return any(getattr(part, name, None) is not None for name in ("host_value", "own_array"))

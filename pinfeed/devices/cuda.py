@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.cuda_direct_access import DirectAccess, is_in_order
+from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
+from pinfeed.devices.cuda_direct_access import DirectAccess, is_aligned, is_in_order
 from pinfeed.devices.cuda_driver import cuda_driver
 from pinfeed.devices.cuda_streams import (
     CudaClock,
@@ -25,7 +26,7 @@ from pinfeed.devices.cuda_streams import (
     take_mark,
 )
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy, TensorRange
-from pinfeed.devices.layout import RowLayout, copy_blocks
+from pinfeed.devices.layout import RowLayout
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
@@ -125,19 +126,20 @@ class CudaDevice(DirectAccess):
         # Each call of torch takes 1 to 2 us, so they are few.
         tensors: list[torch.Tensor] = []
         wholes: list[torch.Tensor] = []
-        for parts, whole, sizes, nbytes in layout.blocks:
+        for parts, (row_shape, whole), sizes, _ in layout.blocks:
             if len(parts) == 1:
                 ((shape, dtype, _),) = parts
                 tensors.append(torch.empty(shape, dtype=TORCH[dtype], device=self._device))
                 wholes.append(tensors[-1])
                 continue
-            n = nbytes // whole.itemsize
-            wholes.append(torch.empty(n, dtype=TORCH[whole], device=self._device))
+            shape = (sum(sizes), *row_shape)
+            wholes.append(torch.empty(shape, dtype=TORCH[whole], device=self._device))
             # As in ``split``, these are no views for autograd.
             pieces = torch.unsafe_split_with_sizes(wholes[-1], sizes)[::2]
             for piece, (shape, dtype, _) in zip(pieces, parts, strict=True):
                 tensor = piece if dtype == whole else piece.view(TORCH[dtype])
-                tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
+                has_shape = bool(shape) and shape[1:] == row_shape
+                tensors.append(tensor if has_shape else tensor.view(shape))
         return tensors, wholes
 
     def address(self, tensor: torch.Tensor) -> int:
@@ -181,34 +183,52 @@ class CudaDevice(DirectAccess):
         with queued_in(stream.raw):
             target.copy_(source, non_blocking=True)
 
-    def copy_staged(
-        self,
-        staged: npt.NDArray[np.uint8],
-        layout: RowLayout,
-        wholes: Sequence[torch.Tensor],
-        streams: tuple[CudaStream, CudaStream],
-        *,
-        timed: bool,
+    def copy_batch(
+        self, batch: BatchCopies, streams: tuple[CudaStream, CudaStream], *, timed: bool
     ) -> tuple[Any, Any]:
         if self.engine_driver is None or timed:
-            return copy_blocks(self, staged, layout, wholes, streams, timed=timed)
-        at = staged.__array_interface__["data"][0]
-        copies = [
-            (whole.data_ptr(), at + begin, end - begin)
-            for whole, (begin, end) in zip(wholes, layout.staged_blocks(len(staged)), strict=False)
-        ]
+            return copy_batch(self, batch, streams, timed=timed)
         compute, side = streams
-        return None, self.engine_driver.copy_all(copies, compute.handle, side.handle)
+        staged, layout, wholes, reads, written = batch
+        at = staged.__array_interface__["data"][0]
+        copies: list[int] = []
+        moves: list[list[int]] = []
+        for whole, (begin, end) in zip(wholes, layout.staged_blocks(len(staged)), strict=False):
+            copies += (whole.data_ptr(), at + begin, end - begin)
+        for parts, indices in reads:
+            values, tables = self.sorted_parts(parts)
+            for value, tensor in values:
+                copies += (tensor.data_ptr(), value.data_ptr(), value.nbytes)
+            moves += [self.move("gather", *rows, side, indices) for rows in tables]
+        handles = compute.handle, side.handle
+        after = 0 if written is None else written.handle
+        return None, self.engine_driver.queue(*handles, copies, moves, after)
+
+    def write_batch(
+        self, writes: Sequence[RowWrites], streams: tuple[CudaStream, CudaStream], *, timed: bool
+    ) -> tuple[Any, Any]:
+        # Values that no kernel can read are copied first, in the stream of the writes.
+        can_read = all(is_aligned(value) for write in writes for _, value in write.values)
+        if self.engine_driver is None or timed or not can_read:
+            return write_batch(self, writes, streams, timed=timed)
+        compute, side = streams
+        moves = [
+            self.move("scatter", rows, values, side, indices) for values, rows, indices in writes
+        ]
+        return None, self.engine_driver.queue(compute.handle, side.handle, (), moves)
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: CudaStream) -> None:
         kernel = self._row_copy_kernel
+        if kernel is not None and all(is_in_order(copy.source) for copy in copies):
+            kernel.copy(copies, stream.handle)
+            return
         with queued_in(stream.raw):
+            # Values of the user may have any layout.
+            dense = [copy._replace(source=_dense(copy.source)) for copy in copies]
             if kernel is not None:
-                # Values of the user may have any layout.
-                dense = [RowCopy(_dense(source), *rest) for source, *rest in copies]
                 kernel.copy(dense, stream.handle)
                 return
-            for copy in copies:
+            for copy in dense:
                 if copy.source.numel() and copy.target.numel():
                     _copy_rows(copy)
 
@@ -309,7 +329,7 @@ def _dense(values: torch.Tensor) -> torch.Tensor:
 
 def _copy_rows(copy: RowCopy) -> None:
     """Copy rows with torch's functions."""
-    source, target = _words(_aligned(_dense(copy.source))), _words(copy.target)
+    source, target = _words(_aligned(copy.source)), _words(copy.target)
     if copy.into is None:
         if copy.taken is None:
             target.copy_(source)

@@ -6,7 +6,7 @@ Consecutive rows are one copy. Kernels move other rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -130,17 +130,12 @@ class DirectAccess:
         stream: CudaStream,
         indices: torch.Tensor | TensorRange | None = None,
     ) -> None:
-        # Grouped by the array of row indices, which several stores have in common.
-        groups: dict[int, tuple[Rows, list[_Table]]] = {}
-        for part, dst in parts:
-            if hasattr(part, "host_value"):
-                # torch's pinned allocator keeps it until the copy is done.
-                self.copy(part.host_value, dst, stream)
-            elif dst.numel():
-                rows: Rows = part.rows  # type: ignore[attr-defined]  # rows of a store
-                groups.setdefault(id(rows), (rows, []))[1].append((part.store, dst))  # type: ignore[attr-defined]
-        for rows, tables in groups.values():
-            self._move("gather", tables, rows, stream, indices)
+        values, tables = self.sorted_parts(parts)
+        for value, dst in values:
+            # torch's pinned allocator keeps it until the copy is done.
+            self.copy(value, dst, stream)
+        for rows in tables:
+            self._queue("gather", *rows, stream, indices)
 
     def write(
         self,
@@ -151,17 +146,47 @@ class DirectAccess:
     ) -> None:
         if len(rows):
             tables = [(store, _aligned(tensor, stream)) for store, tensor in values]
-            self._move("scatter", tables, rows, stream, indices)
+            self._queue("scatter", rows, tables, stream, indices)
 
-    def _move(
+    @staticmethod
+    def sorted_parts(
+        parts: Sequence[tuple[UnreadPart, torch.Tensor]],
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Iterable[tuple[Rows, list[_Table]]]]:
+        """Return the tensors among parts, and the tables that have row indices in common."""
+        values = []
+        groups: dict[int, tuple[Rows, list[_Table]]] = {}
+        for part, dst in parts:
+            if hasattr(part, "host_value"):
+                values.append((part.host_value, dst))
+            elif dst.numel():
+                rows: Rows = part.rows  # type: ignore[attr-defined]  # rows of a store
+                groups.setdefault(id(rows), (rows, []))[1].append((part.store, dst))  # type: ignore[attr-defined]
+        return values, groups.values()
+
+    def _queue(
         self,
         kind: RowDirection,
-        tables: Sequence[_Table],
         rows: Rows,
+        tables: Sequence[_Table],
         stream: CudaStream,
         indices: torch.Tensor | TensorRange | None,
     ) -> None:
-        """Queue the move of rows from or to their tables."""
+        assert self.engine_driver is not None
+        move = self.move(kind, rows, tables, stream, indices)
+        self.engine_driver.move_rows(stream.handle, move)
+
+    def move(
+        self,
+        kind: RowDirection,
+        rows: Rows,
+        tables: Sequence[_Table],
+        stream: CudaStream,
+        indices: torch.Tensor | TensorRange | None,
+    ) -> list[int]:
+        """Return the move of rows from or to their tables, as ``CudaDriver`` takes it.
+
+        Row indices that are not on the GPU are copied to it in ``stream``.
+        """
         stores = tuple(store for store, _ in tables)
         n, start, index_nbytes = len(rows), -1, 4
         if is_paired := isinstance(indices, TensorRange):
@@ -174,10 +199,9 @@ class DirectAccess:
                     # Allocated in this stream, so its memory is reused only after the launches.
                     indices = self._upload(rows, _index_dtype(stores))
             index_nbytes, address = indices.element_size(), indices.data_ptr()
-        assert self.engine_driver is not None
         mover = self._mover(kind, stores, index_nbytes, paired=is_paired)
         packed = [tensor.data_ptr() for _, tensor in tables]
-        mover(self.engine_driver, stream.handle, start, n, address, packed)
+        return mover.request(start, n, address, packed)
 
     def _mover(
         self,
@@ -212,12 +236,17 @@ def is_in_order(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _aligned(values: torch.Tensor, stream: CudaStream) -> torch.Tensor:
-    """Return values as kernels can read them in a stream, by words of any size.
+def is_aligned(values: torch.Tensor) -> bool:
+    """Return whether kernels can read values by words of any size.
 
     Values of the user may have any layout, and begin anywhere in their memory.
     """
-    if not values.data_ptr() % WIDEST_WORD and is_in_order(values):
+    return not values.data_ptr() % WIDEST_WORD and is_in_order(values)
+
+
+def _aligned(values: torch.Tensor, stream: CudaStream) -> torch.Tensor:
+    """Return values as kernels can read them in a stream."""
+    if is_aligned(values):
         return values
     with queued_in(stream.raw):
         return plain(values).detach().clone(memory_format=torch.contiguous_format)

@@ -6,8 +6,8 @@ it, and another thread takes the lock. These calls keep it, except where a threa
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -89,25 +89,35 @@ class CudaDriver:
         """Queue a copy between two addresses, of which one is page-locked memory of the host."""
         self._check(self._library.queue_copy(_pack_5(self.address, to, source, nbytes, stream)))
 
-    def copy_all(
-        self, copies: Sequence[tuple[int, int, int]], compute: int, side: int
+    def queue(
+        self,
+        before: int,
+        stream: int,
+        copies: Sequence[int],
+        moves: Sequence[Sequence[int]],
+        written: int = 0,
     ) -> CudaEvent:
-        """Queue copies in a stream, after all work of another one, and return an event after them.
+        """Queue work in a stream, after all work of another one, and return an event after it.
 
         Args:
-            copies: Address of the target, address of the page-locked source, and bytes of each.
-            compute: Handle of the other stream.
-            side: Handle of the stream.
+            before: Handle of the other stream.
+            stream: Handle of the stream.
+            copies: Address of the target, address of the page-locked source, and bytes of each
+                copy.
+            moves: Moves of rows, by ``RowMover.request``.
+            written: Handle of an event for which the moves wait; 0 for none.
         """
-        n = len(copies)
-        released, copied = self.event(), self.event()
-        targets, sources, nbytes = zip(*copies, strict=True) if copies else ((), (), ())
-        sizes = (ctypes.c_int64 * n)(*nbytes)
-        events = released.handle, copied.handle
-        table = 0, ctypes.addressof(sizes)
-        request = (self.address, side, compute, *events, 0, 0, n, *table, *targets, *sources)
-        self._check(self._library.move_small(packing(10 + 2 * n)(*request)))
-        return copied
+        released, done = self.event(), self.event()
+        request = [self.address, before, stream, released.handle, done.handle, written]
+        request += [len(copies) // 3, len(moves), *copies, *itertools.chain.from_iterable(moves)]
+        self._check(self._library.queue(packing(len(request))(*request)))
+        return done
+
+    def move_rows(self, stream: int, move: Sequence[int]) -> None:
+        """Queue a move of rows, by ``RowMover.request``, in a stream."""
+        direct, direction, start, n, _, *devices = move
+        request = (self.address, stream, direct, direction, start, n, *devices)
+        self._check(self._library.move_rows(packing(len(request))(*request)))
 
     def copy_rows(
         self, kernel: int, n_threads: int, most_blocks: int, stream: int, copies: Sequence[int]

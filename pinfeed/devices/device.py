@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.devices.batch_copies import BatchCopies, RowWrites
 from pinfeed.devices.layout import RowLayout
 from pinfeed.native.driver import Driver
 from pinfeed.native.row_moves import RowDirection, RowMoves
@@ -187,26 +188,33 @@ class Device(Protocol):
     def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Any) -> None:
         """Queue a copy between staging memory and a tensor, or between tensors."""
 
-    def copy_staged(
-        self,
-        staged: npt.NDArray[np.uint8],
-        layout: RowLayout,
-        wholes: Sequence[Tensor],
-        streams: tuple[Any, Any],
-        *,
-        timed: bool,
+    def copy_batch(
+        self, batch: BatchCopies, streams: tuple[Any, Any], *, timed: bool
     ) -> tuple[Event | None, Event]:
-        """Queue the copies of staging memory to blocks, after all work of a stream so far.
+        """Queue the copies of staging memory and the reads of a batch, after all work of a stream.
 
         Args:
-            staged: Staging memory of the first parts.
-            layout: Layout of all parts.
-            wholes: Tensor of each block.
-            streams: Stream that may still use the memory of the blocks, and that of the copies.
+            batch: Copies and reads of the batch.
+            streams: Stream that may still use the memory of the batch, and that of the copies.
             timed: Whether events are timed.
 
         Returns:
-            A timed event before the copies, or None; and an event after them.
+            A timed event before the copies, or None; and an event after all of them.
+        """
+        ...
+
+    def write_batch(
+        self, writes: Sequence[RowWrites], streams: tuple[Any, Any], *, timed: bool
+    ) -> tuple[Event | None, Event]:
+        """Queue writes of rows, after all work of a stream so far.
+
+        Args:
+            writes: The rows; none of them is without rows or values.
+            streams: Stream that computes the values, and that of the writes.
+            timed: Whether events are timed.
+
+        Returns:
+            A timed event before the writes, or None; and an event after them.
         """
         ...
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 # Bytes between the beginnings of two tensors in one buffer, as in torch's allocator.
 _ALIGNMENT = 512
@@ -44,10 +43,12 @@ class Block(NamedTuple):
 
     parts: Sequence[BatchPart]
     """The parts, one after the other."""
-    dtype: np.dtype[Any]
-    """The dtype of all parts, or bytes if they differ."""
+    row: tuple[tuple[int, ...], np.dtype[Any]]
+    """Shape and dtype of a row, if all parts have the same; or else () and the dtype of all parts,
+    or that of bytes.
+    """
     sizes: Sequence[int]
-    """Items of this dtype in each part, each followed by those in the gap after it."""
+    """Number of such rows in each part, each followed by those in the gap after it."""
     nbytes: int
     """Bytes of the block."""
 
@@ -61,10 +62,15 @@ class Block(NamedTuple):
         """
         dtypes = {part.dtype for part in parts}
         dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.uint8)
+        shape = parts[0].shape[1:]
+        nbytes = math.prod(shape) * dtype.itemsize
+        is_same = not dtypes and all(part.shape[1:] == shape for part in parts)
+        if not is_same or not nbytes or _ALIGNMENT % nbytes:
+            shape, nbytes = (), dtype.itemsize
         sizes = []
         for part, room in zip(parts, rooms, strict=True):
-            sizes += [part.nbytes // dtype.itemsize, (room - part.nbytes) // dtype.itemsize]
-        return cls(parts, dtype, sizes, sum(rooms))
+            sizes += [part.nbytes // nbytes, (room - part.nbytes) // nbytes]
+        return cls(parts, (shape, dtype), sizes, sum(rooms))
 
 
 class RowLayout(NamedTuple):
@@ -81,8 +87,13 @@ class RowLayout(NamedTuple):
     """Bytes of all parts, without the gaps between them."""
 
     @classmethod
-    def of(cls, parts: Sequence[BatchPart]) -> RowLayout:
-        """Return the layout of parts; consecutive small ones share a block."""
+    def of(cls, parts: Sequence[BatchPart], n_staged: int | None = None) -> RowLayout:
+        """Return the layout of parts; consecutive small ones share a block.
+
+        Args:
+            parts: The parts.
+            n_staged: Number of first parts that share no block with the others; None for all.
+        """
         nbytes = [part.nbytes for part in parts]
         rooms = list(map(aligned, nbytes))
         ends = [0, *itertools.accumulate(rooms)]
@@ -90,7 +101,7 @@ class RowLayout(NamedTuple):
         begins = []
         left = 0
         for i, n in enumerate(nbytes):
-            if n > SMALL_NBYTES or n > left or not i:
+            if n > SMALL_NBYTES or n > left or i in (0, n_staged):
                 begins.append(i)
                 left = SHARED_NBYTES if n <= SMALL_NBYTES else 0
             left -= rooms[i]
@@ -101,16 +112,15 @@ class RowLayout(NamedTuple):
     def staged_blocks(self, nbytes: int) -> list[tuple[int, int]]:
         """Return the range [begin, end) of each block in ``nbytes`` of staging memory.
 
-        The parts that the device reads itself come last, and may share a block with others. There
-        is no gap after the only part of a block.
+        There is no gap after the only part of a block.
         """
         found = []
         begin = 0
         for block in self.blocks:
-            own = block.parts[0].nbytes if len(block.parts) == 1 else block.nbytes
             if begin >= nbytes:
                 break
-            found.append((begin, min(begin + own, nbytes)))
+            own = block.parts[0].nbytes if len(block.parts) == 1 else block.nbytes
+            found.append((begin, begin + own))
             begin += block.nbytes
         return found
 
@@ -119,36 +129,12 @@ def tensors_in_blocks(device: Any, layout: RowLayout, stream: Any) -> tuple[list
     """Return what ``Device.empty_parts`` returns, by ``empty`` and ``tensor`` of a device."""
     tensors = []
     wholes = []
-    for parts, dtype, _, nbytes in layout.blocks:
+    for parts, (shape, dtype), _, nbytes in layout.blocks:
         buffer = device.empty(max(1, nbytes), stream)
         ends = itertools.accumulate(aligned(part.nbytes) for part in parts)
         for part, offset in zip(parts, [0, *ends], strict=False):
             tensors.append(device.tensor(buffer, part.shape, part.dtype, offset))
-        whole = device.tensor(buffer, (nbytes // dtype.itemsize,), dtype)
+        n_rows = nbytes // max(1, BatchPart.of(shape, dtype).nbytes)
+        whole = device.tensor(buffer, (n_rows, *shape), dtype)
         wholes.append(tensors[-1] if len(parts) == 1 else whole)
     return tensors, wholes
-
-
-def copy_blocks(
-    device: Any,
-    staged: npt.NDArray[np.uint8],
-    layout: RowLayout,
-    wholes: Sequence[Any],
-    streams: tuple[Any, Any],
-    *,
-    timed: bool,
-) -> tuple[Any, Any]:
-    """Do what ``Device.copy_staged`` does, by ``copy`` and ``cut`` of a device."""
-    compute, side = streams
-    side.wait(compute.record())  # kernels may still use an earlier tensor in this memory
-    begun = side.record(timed=True) if timed else None
-    for block, whole, (begin, end) in zip(
-        layout.blocks, wholes, layout.staged_blocks(len(staged)), strict=False
-    ):
-        if len(block.parts) == 1:
-            ((shape, dtype, _),) = block.parts
-            device.copy(staged[begin:end].view(dtype).reshape(shape), whole, side)
-            continue
-        source = staged[begin:end].view(block.dtype)
-        device.copy(source, device.cut(whole, 0, len(source)), side)
-    return begun, side.record(timed=timed)

@@ -106,7 +106,7 @@ class RowCopyKernel:
             # len() of a tensor is a Python function.
             n = source.shape[0] if positions is None else positions.n
             nbytes = target.nbytes
-            if n and nbytes and source.shape[0]:
+            if n and nbytes:
                 fields += (
                     source.data_ptr(),
                     target.data_ptr(),

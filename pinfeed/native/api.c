@@ -281,6 +281,17 @@ PF_API int64_t pf_api_move(const int64_t *a)
     return pf_move(&move);
 }
 
+_Static_assert(sizeof(struct pf_queue) == 8 * sizeof(int64_t), "a queue is eight numbers");
+_Static_assert(sizeof(struct pf_copy) == 3 * sizeof(int64_t), "a copy is three numbers");
+
+/* Arguments: those of struct pf_queue, in order, the copies, and the moves. Returns as pf_queue
+ * does. */
+PF_API int64_t pf_api_queue(const int64_t *a)
+{
+    const struct pf_queue *const queue = (const struct pf_queue *)a;
+    return pf_queue(queue, (const struct pf_copy *)(a + 8), a + 8 + 3 * queue->n_copies);
+}
+
 /* Arguments: driver, stream of the loop, event before the copies, event after them. Returns whether
  * the GPU was idle, or the negative error. */
 PF_API int64_t pf_api_receive(const int64_t *a)

@@ -84,6 +84,7 @@ class Library:
         self.move = _function(releasing, "pf_api_move")
         self.move_small = _function(holding, "pf_api_move")
         self.receive = _function(holding, "pf_api_receive")
+        self.queue = _function(holding, "pf_api_queue")
         self.create_event = _function(holding, "pf_api_event_create")
         self.record_event = _function(holding, "pf_api_event_record")
         self.wait_event = _function(holding, "pf_api_event_wait")

@@ -12,7 +12,14 @@
  *              copied = record(side)
  *     receive: wait(compute, copied)                                                       (4)
  *
- * The numbers are those of the hazards in engine.c. */
+ *     queue:   released = record(compute)
+ *              wait(side, released)                                                   (2), (7)
+ *              copies(side)
+ *              wait(side, written)                                                        (13)
+ *              reads or writes of rows(side)
+ *              done = record(side)
+ *
+ * The numbers are those of the hazards in engine.c, transfer.py and row_window.py. */
 #include "pinfeed.h"
 
 #include <string.h>
@@ -116,4 +123,28 @@ int pf_receive(const struct pf_move *move, int *is_idle)
     const int error = driver->wait(move->compute, move->copied, 0); /* (4) */
     pf_leave(driver, &scope);
     return error;
+}
+
+int pf_queue(const struct pf_queue *queue, const struct pf_copy *copies, const int64_t *moves)
+{
+    const struct pf_driver *driver = queue->driver;
+    struct pf_scope scope = pf_enter(driver);
+    int error = driver->record(queue->released, queue->before);
+    if (!error)
+        error = driver->wait(queue->stream, queue->released, 0); /* (2), (7) */
+    for (int64_t i = 0; i < queue->n_copies && !error; i++)
+        if (copies[i].nbytes)
+            error = driver->copy(copies[i].to, copies[i].from, (size_t)copies[i].nbytes,
+                                 queue->stream);
+    if (queue->written && !error)
+        error = driver->wait(queue->stream, queue->written, 0); /* (13) */
+    for (int64_t i = 0; i < queue->n_moves && !error; i++) {
+        error = pf_move_rows(driver, queue->stream, (const struct pf_direct *)(intptr_t)moves[0],
+                             (int)moves[1], moves[2], moves[3], (char *const *)(moves + 5));
+        moves += 5 + moves[4];
+    }
+    /* After an error, too, the caller waits for the work that was queued. */
+    const int recorded = driver->record(queue->done, queue->stream);
+    pf_leave(driver, &scope);
+    return error ? error : recorded;
 }

@@ -242,6 +242,33 @@ int pf_move(const struct pf_move *move);
  * is_idle: receives whether the GPU had done all work queued before the event `released` */
 int pf_receive(const struct pf_move *move, int *is_idle);
 
+/* A copy between the host and the GPU. */
+struct pf_copy {
+    char *to;
+    const char *from;
+    int64_t nbytes;
+};
+
+/* Work for one stream, which begins after all work of another one so far. */
+struct pf_queue {
+    const struct pf_driver *driver;
+    void *before;   /* the other stream */
+    void *stream;
+    void *released; /* event after the work of the other stream */
+    void *done;     /* event after this work */
+    void *written;  /* event that the moves of rows wait for; NULL for none */
+    int64_t n_copies;
+    int64_t n_moves;
+};
+
+/* Queues the copies, and then the moves of rows.
+ *
+ * moves: for each, the arguments of pf_move_rows from `direct` to `n`, the number of devices, and
+ *     the devices
+ *
+ * Returns 0 or an error of the driver. */
+int pf_queue(const struct pf_queue *queue, const struct pf_copy *copies, const int64_t *moves);
+
 /* direct.c */
 
 #define PF_MOST_TABLES 8

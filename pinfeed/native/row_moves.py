@@ -8,9 +8,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.native.driver import Driver
-from pinfeed.native.library import library, packing
-
 RowDirection = Literal["gather", "scatter"]
 """Whether rows are read from their tables, or distinct rows are written to them."""
 # In the order of PF_FROM_TABLES and PF_TO_TABLES of pinfeed.h.
@@ -99,7 +96,7 @@ class StagedIndices(NamedTuple):
 
 
 class RowMover:
-    """Queues moves of rows by a GPU itself, one call for all tables.
+    """Describes moves of rows by a GPU itself, one for all tables of a batch.
 
     Args:
         moves: The rows.
@@ -107,34 +104,21 @@ class RowMover:
     """
 
     def __init__(self, moves: RowMoves, kind: RowDirection) -> None:
-        found = library()
-        assert found is not None
-        self._move = found.move_rows
         self._description = moves.description(lambda table: 1 + table.store, 0)
         self._address = self._description.ctypes.data
         self._direction = _DIRECTIONS.index(kind)
-        n_tables = sum(len(launch.tables) for launch in moves.launches)
-        self._pack = packing(7 + n_tables)
 
-    def __call__(
-        self, driver: Driver, stream: int, start: int, n: int, indices: int, packed: Sequence[int]
-    ) -> None:
-        """Queue the moves of one batch.
+    def request(self, start: int, n: int, indices: int, packed: Sequence[int]) -> list[int]:
+        """Return a move of one batch, as ``pf_queue`` of pinfeed.h takes it.
 
         Args:
-            driver: Driver of the GPU.
-            stream: Handle of the stream.
             start: First row, if the rows follow each other; -1 otherwise.
             n: Number of rows.
             indices: Address of the row indices on the GPU; 0 if the rows follow each other.
             packed: Address of the rows of each table on the GPU, in the order of ``Table.store``.
-
-        Raises:
-            Exception: If a call of the driver failed; the driver's error.
         """
-        request = (driver.address, stream, self._address, self._direction, start, n, indices)
-        if error := self._move(self._pack(*request, *packed)):
-            driver.raise_error(error)
+        fixed = self._address, self._direction, start, n
+        return [*fixed, 1 + len(packed), indices, *packed]
 
 
 def sort_shift(n_rows: int, row_nbytes: int) -> int:

@@ -6,28 +6,28 @@ them on the device from the newest batch that has them. All other rows are gathe
 of batch k-d-1. So it is known when a batch is drawn where the newest value of each row will be,
 whatever is written and when. A write is work of the device, and no thread waits for it.
 
-``Transfer`` moves the batches. Here are the waits for writes; the numbers of hazards continue those
-in transfer.py.
+``Transfer`` moves the batches. Here are the waits for writes, of which a device makes those of one
+batch in one call. The numbers of hazards continue those in transfer.py.
 
     readers                          consumer
 
     fill:   rows in flight
             Transfer.fill
-                                     queue: read.wait(written of batch k-d-1)      (13)
-                                            Transfer.queue
-                                            read: store -> memory      rows that are not in flight
+                                     queue: Transfer.queue:
+                                                read.wait(written of batch k-d-1)  (13)
+                                                read: store -> memory  rows that are not in flight
                                      lend:  Transfer.lend
                                             compute: batches k-d to k-1 -> memory  rows in flight
                                             free memory of batch k-d-1
                                             compute: cache -> memory               cached rows
                                      write: compute: values -> cache               cached rows
-                                            write.wait(compute.record())           (7)
-                                            write: memory -> store
-                                            written = write.record()
+                                            Device.write_batch:
+                                                write.wait(compute.record())       (7)
+                                                write: memory -> store
+                                                written = write.record()
     end, flush:                             compute: cache -> memory               changed rows
                                             last flushed part .sync()              (15)
-                                            write.wait(compute.record())           (7)
-                                            write: memory -> store
+                                            Device.write_batch
     finish, quiesce:                 write.record().sync()                         (9), (14)
 
     (7) the values may not be computed yet
@@ -55,6 +55,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pinfeed.devices.batch_copies import RowWrites
 from pinfeed.devices.device import Event, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.forwarding import PositionRange
@@ -64,10 +65,6 @@ from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites
-from pinfeed.rows.orders import Rows
-from pinfeed.stores.store import Store
-
-_Stored = tuple[Sequence[tuple[Store, Tensor]], Rows, Tensor | None]
 
 _ENDED = "the loop has ended, and its batches with it; begin another loop"
 
@@ -104,7 +101,6 @@ class RowWindow:
         # Another feeder on the device may choose another route while the loop runs.
         self.fill = functools.partial(transfer.fill, reads_rows=True)
         self._depth = depth
-        self._read = transfer.read_stream
         self._write = transfer.write_stream
         self.caches = transfer.caches
         # Event after the last write of rows of a cache.
@@ -114,11 +110,9 @@ class RowWindow:
 
     def queue(self, slot: DeviceSlot) -> None:
         """Queue the copies of a full slot, as ``Transfer.queue`` does (consumer)."""
+        # Earlier batches have waited for earlier writes.
         last = self._batches.get(slot.number - self._depth - 1)
-        if slot.gathered is not None and last is not None and last.written is not None:
-            # Earlier batches have waited for earlier writes.
-            self._read.wait(last.written)  # the values may not be in the stores yet
-        self._transfer.queue(slot)
+        self._transfer.queue(slot, None if last is None else last.written)
 
     def lend(self, slot: DeviceSlot) -> deque[list[Tensor]]:
         """Return the tensors of the slot's batch with their newest values (consumer)."""
@@ -142,7 +136,7 @@ class RowWindow:
         """
         batch = self._batch(number)
         compute = self.device.current_stream()
-        stored: list[_Stored] = []
+        stored: list[RowWrites] = []
         for g, (group, tensors) in enumerate(zip(groups, values, strict=True)):
             for tensor in tensors or ():
                 if tensor is not None:
@@ -158,7 +152,7 @@ class RowWindow:
                     self.device.share(tensor, batch.stream)
                 batch.values[g][i] = tensor
             pairs = [(group.stores[i], tensor) for i, tensor in changed.items()]
-            stored.append((pairs, group.written, batch.indices[g]))
+            stored.append(RowWrites(pairs, group.written, batch.indices[g]))
         if not has_failed:
             batch.written = self._queue_write(number, stored)
 
@@ -170,23 +164,21 @@ class RowWindow:
         values = [(store, tensor) for store, tensor in pairs if tensor is not None]
         for _, tensor in values:
             self.device.share(tensor, self._write)
-        self._flushed = self._queue_write(self.caches.batch, [(values, group.rows, None)])
+        self._flushed = self._queue_write(self.caches.batch, [RowWrites(values, group.rows)])
 
-    def _queue_write(self, number: int, stored: Sequence[_Stored]) -> Event:
+    def _queue_write(self, number: int, stored: Sequence[RowWrites]) -> Event:
         """Queue a write of values that are queued to be computed; return the event after it.
 
         Args:
             number: Number of the batch, for the timeline.
-            stored: Values with their stores, their row indices, and these indices on the device.
+            stored: The rows.
         """
         timeline = self.counters.timeline
-        compute = self.device.current_stream()
-        self._write.wait(compute.record())  # the values may not be computed yet
-        begun = None if timeline is None else self._write.record(timed=True)
-        for values, rows, indices in stored:
-            if values and len(rows):
-                self.device.write(values, rows, self._write, indices)
-        written = self._write.record(timed=begun is not None)
+        streams = self.device.current_stream(), self._write
+        writes = [one for one in stored if one.values and len(one.rows)]
+        timed = timeline is not None
+        written: Event
+        begun, written = self.device.write_batch(writes, streams, timed=timed)
         if timeline is not None and begun is not None:
             timeline.add_timed("write", number, begun, written)
         return written

@@ -70,7 +70,7 @@ class SlotGather:
         # Most batches have the parts of the one before.
         self.batches_per_slot = 1
         """Batches of a full slot."""
-        self._last: tuple[list[BatchPart], RowLayout] | None = None
+        self._last: tuple[list[BatchPart], int, RowLayout] | None = None
 
     def gather(self, slot: DeviceSlot, batch: HostBatch, *, reads_rows: bool) -> Gathered:
         """Read the staged parts of a batch (reader).
@@ -102,8 +102,8 @@ class SlotGather:
             if i not in adopted
         }
         order = sorted(sizes, key=lambda i: (i in direct, sizes[i].nbytes))
-        layout = self._layout([sizes[i] for i in order])
         n_staged = len(order) - len(direct)
+        layout = self._layout([sizes[i] for i in order], n_staged)
         nbytes = [*layout.offsets, layout.nbytes][n_staged]
         staged = self._memory.slot_staging(
             slot.staging, nbytes, lambda: self._full(sizes, order[:n_staged])
@@ -163,9 +163,9 @@ class SlotGather:
             found.append(GroupReads(g, own, index_part, pairs))
         return found
 
-    def _layout(self, parts: list[BatchPart]) -> RowLayout:
+    def _layout(self, parts: list[BatchPart], n_staged: int) -> RowLayout:
         last = self._last
-        if last is None or last[0] != parts:
+        if last is None or last[:2] != (parts, n_staged):
             # Another thread may do the same for a batch of other sizes.
-            self._last = last = parts, RowLayout.of(parts)
-        return last[1]
+            self._last = last = parts, n_staged, RowLayout.of(parts, n_staged)
+        return last[2]

@@ -1,7 +1,7 @@
 """Transfer: the stream and event protocol of batches and of rows that are written back.
 
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
-        hazard that it prevents. Only those of ``copy_staged`` are in the device, whose driver makes
+        hazard that it prevents. Only those of ``copy_batch`` are in the device, whose driver makes
         them in one call. ``Writer`` records ``ready``. Waits of caches are in row_cache.py, and
         those of tables that the device writes itself in row_window.py. Loops whose batches need no
         Python wait in native/engine.c, write.c and move.c, and activations in
@@ -24,13 +24,13 @@ device memory is new each time, because the user owns a batch from the moment it
     fill:   copied.sync()        (1)
             gather -> staging
                                      queue: memory <- allocator (compute)
-                                            Device.copy_staged:
+                                            Device.copy_batch:
                                                 released = compute.record()
                                                 read.wait(released)   (2)
                                                 read: staging -> memory  with row indices
+                                                read.wait(written)    (13)   row_window.py
+                                                read: store -> memory        direct route
                                                 copied = read.record()
-                                            read: store -> memory        direct route
-                                            copied = read.record()
                                             transform.wait(copied) (11)
                                             transform: function(batch)
                                                        -> memory <- allocator (transform)
@@ -125,6 +125,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.devices.batch_copies import BatchCopies, PartReads
 from pinfeed.devices.device import Device, Event, Stream, Tensor, TensorRange
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.errors import WriteBackError
@@ -283,10 +284,15 @@ class Transfer(Writer):
         slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - start
         return slot
 
-    def queue(self, slot: DeviceSlot) -> None:
+    def queue(self, slot: DeviceSlot, written: Event | None = None) -> None:
         """Queue the copies of a full slot to the device, unless that was done (consumer).
 
         Slots are in the order of their batches. An error is raised by ``lend``.
+
+        Args:
+            slot: The slot.
+            written: Event after which the device may read rows of the batch itself; None if it may
+                at once.
         """
         if slot.gathered is None:
             return
@@ -296,7 +302,7 @@ class Transfer(Writer):
             raise Cancelled
         try:
             with slot.context():
-                guarded(self._queue_copies, slot)
+                guarded(self._queue_copies, slot, written)
                 if slot.on_device is not None:
                     slot.on_device(slot)
         except Exception as error:
@@ -575,7 +581,7 @@ class Transfer(Writer):
         cut = [self.device.split(tensor, sizes) for tensor in tensors]
         return deque(map(list, zip(*cut, strict=True)))
 
-    def _queue_copies(self, slot: DeviceSlot) -> None:
+    def _queue_copies(self, slot: DeviceSlot, written: Event | None = None) -> None:
         """Allocate the device memory of a slot, and queue the copies to it (consumer)."""
         device = self.device
         batch = slot.batch
@@ -595,23 +601,15 @@ class Transfer(Writer):
         slot.compute = compute
         slot.tensors = tensors[: gathered.n_batch]
         slot.indices = tensors[gathered.n_batch :]
-        streams = compute, self._read
-        is_moved = False
-        begun = None
+        slot.sources = gathered.sources
+        reads = self._direct_reads(gathered, batch, tensors)
+        copies = BatchCopies(gathered.staged, layout, wholes, reads, written)
+        begun = copied = None
         try:
-            # In copy_staged, the copies wait: kernels may still use an earlier tensor in this
-            # memory.
-            begun, slot.copied = device.copy_staged(
-                gathered.staged, layout, wholes, streams, timed=self._timed
-            )
-            slot.filled = slot.copied
-            self._read_direct(slot, gathered, batch, tensors)
-            is_moved = not gathered.sources
+            begun, copied = device.copy_batch(copies, (compute, self._read), timed=self._timed)
         finally:
             # The next fill of this slot waits for the queued copies, after an error too.
-            if not is_moved:
-                slot.copied = slot.filled = self._read.record(timed=self._timed)
-            assert slot.copied is not None
+            slot.copied = slot.filled = copied or self._read.record(timed=self._timed)
             if self.is_stopping:
                 # Another thread ends the loop, and may have waited for its copies before these.
                 slot.copied.sync()  # copies may still write memory that was not lent
@@ -619,22 +617,23 @@ class Transfer(Writer):
             n_batches = len(batch.batches)
             self._timeline.add_timed("copy", slot.number, begun, slot.copied, n_batches)
 
-    def _read_direct(
-        self, slot: DeviceSlot, gathered: Gathered, batch: HostBatch, tensors: Sequence[Tensor]
-    ) -> None:
-        """Queue reads of the parts that the device reads itself."""
+    def _direct_reads(
+        self, gathered: Gathered, batch: HostBatch, tensors: Sequence[Tensor]
+    ) -> list[PartReads]:
+        """Return the reads of the parts that the device reads itself."""
         parts = gathered.parts
-        slot.sources = gathered.sources
+        reads = []
         if gathered.direct:
             # They may be row indices of a group.
-            self.device.read([(parts[i], tensors[i]) for i in gathered.direct], self._read)
+            reads.append(PartReads([(parts[i], tensors[i]) for i in gathered.direct]))
         for g, own, index_part, pairs in gathered.reads:
             indices = None if index_part is None else tensors[index_part]
             if pairs is not None:
                 indices = TensorRange(indices, pairs.begin, 2 * pairs.n_rows)
             else:
                 batch.groups[g] = batch.groups[g]._replace(indices=indices)
-            self.device.read([(parts[i], tensors[i]) for i in own], self._read, indices)
+            reads.append(PartReads([(parts[i], tensors[i]) for i in own], indices))
+        return reads
 
     def _copy_to_host(
         self,

@@ -14,8 +14,9 @@ from pinfeed.errors import ArgumentError
 from pinfeed.tensors.numpy_torch import memory_of, plain, version_of
 from pinfeed.tensors.pytree import flatten
 
-# zlib lets another thread take the interpreter's lock while it reads 5 KiB or more.
-_N_COMPARED = 512
+# While they work on more than 500 numbers or 5 KiB, numpy and zlib let another thread take the
+# interpreter's lock.
+_N_COMPARED = 480
 
 
 class _Memory(NamedTuple):

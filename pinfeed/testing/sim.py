@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import RowCopy, TensorRange
-from pinfeed.devices.layout import RowLayout, copy_blocks, tensors_in_blocks
+from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
+from pinfeed.devices.device import Event, RowCopy, TensorRange
+from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.native.library import library
 from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
 from pinfeed.rows.orders import Rows
@@ -203,10 +204,15 @@ class SimDevice:
         target = stream._reach(dst)
         stream._enqueue(lambda: np.copyto(target(), source()))
 
-    def copy_staged(
-        self, staged: Any, layout: RowLayout, wholes: Any, streams: Any, *, timed: bool
-    ) -> tuple[SimEvent | None, SimEvent]:
-        return copy_blocks(self, staged, layout, wholes, streams, timed=timed)
+    def copy_batch(
+        self, batch: BatchCopies, streams: Any, *, timed: bool
+    ) -> tuple[Event | None, Event]:
+        return copy_batch(self, batch, streams, timed=timed)
+
+    def write_batch(
+        self, writes: Sequence[RowWrites], streams: Any, *, timed: bool
+    ) -> tuple[Event | None, Event]:
+        return write_batch(self, writes, streams, timed=timed)
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: SimStream) -> None:
         reached = [

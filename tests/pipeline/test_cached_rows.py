@@ -147,7 +147,7 @@ def waits_for_caches() -> list[tuple[str, int]]:
         check_cached(device, 2, FIXED, **kwargs)
         sites |= device.sites
     of_pinfeed = [(path, line) for path, line in sites if "pinfeed" in Path(path).parts]
-    files = ("/transfer.py", "/row_cache.py", "/layout.py")
+    files = ("/transfer.py", "/row_cache.py", "/batch_copies.py")
     assert all(path.endswith(files) for path, _ in of_pinfeed), "a wait elsewhere"
     return [site for site in of_pinfeed if "cache" in linecache.getline(*site)]
 

@@ -67,10 +67,16 @@ def test_parts_do_not_overlap(sizes: list[int]) -> None:
 def test_parts_of_several_dtypes_share_memory() -> None:
     parts = [BatchPart.of((3,), np.dtype("u1")), BatchPart.of((2, 5), np.dtype("f8"))]
     (block,) = RowLayout.of(parts).blocks
-    assert (block.dtype, block.nbytes) == (np.dtype("u1"), 1024)
+    assert (block.row, block.nbytes) == (((), np.dtype("u1")), 1024)
     assert block.sizes == [3, 509, 80, 432]
     (same,) = RowLayout.of([parts[1], parts[1]]).blocks
-    assert (same.dtype, same.sizes) == (np.dtype("f8"), [10, 54, 10, 54])
+    assert (same.row, same.sizes) == (((), np.dtype("f8")), [10, 54, 10, 54])
+    rows = BatchPart.of((3, 4, 2), np.dtype("f8"))
+    (whole,) = RowLayout.of([rows, rows]).blocks
+    assert (whole.row, whole.sizes) == (((4, 2), np.dtype("f8")), [3, 5, 3, 5])
+    read, staged = rows, parts[0]
+    blocks = RowLayout.of([staged, staged, read, read], 2).blocks
+    assert [len(block.parts) for block in blocks] == [2, 2]
 
 
 def test_staging_memory_grows() -> None:

@@ -269,7 +269,7 @@ def test_a_timeline_waits_for_nothing() -> None:
 )
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     """A device that ignores one of them gives wrong results or uses freed memory in a schedule."""
-    known = ("transfer.py", "layout.py")
+    known = ("transfer.py", "batch_copies.py")
     assert site[0].endswith(known), f"a wait or sync outside of {known}"
     devices = (
         (SimDevice(choose(), direct=direct, deaf_to=site), kwargs)

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pinfeed.devices import kernels
+from pinfeed.devices.cuda_driver import CudaDriver
 from pinfeed.devices.kernels import KERNELS, N_BLOCKS, PAIRED
 from pinfeed.native.driver import DriverTable
 from pinfeed.native.engine import Engine
+from pinfeed.native.library import library
 from pinfeed.native.row_moves import RowMoves
 from pinfeed.testing.sim_driver import MOVES
 
@@ -55,6 +58,11 @@ class Launching:
         }
         self.table = DriverTable.of(0, self._functions)
         self.address = self.table.address
+
+    def move_rows(self, stream: int, move: list[int]) -> None:
+        found = library()
+        assert found is not None
+        CudaDriver(self.table, found, torch.device("cuda", 0)).move_rows(stream, move)
 
     def start(self, engine: Engine, n_threads: int) -> None:
         engine.start(n_threads)

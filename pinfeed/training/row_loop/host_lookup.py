@@ -108,7 +108,8 @@ def _distinct(
     every = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     rows, positions = distinct_rows(every)
     # The rows are sorted, so the first and the last one are enough.
-    check_rows(rows[:: max(1, len(rows) - 1)], n_rows, f"{name}: ids of the batch")
+    if len(rows) and not 0 <= rows.item(0) <= rows.item(-1) < n_rows:
+        check_rows(rows[:: max(1, len(rows) - 1)], n_rows, f"{name}: ids of the batch")
     if len(arrays) == 1:
         return rows, [positions]
     return rows, np.split(positions, np.cumsum([array.size for array in arrays])[:-1])

@@ -1,0 +1,103 @@
+"""What is queued for a batch, in the order that its hazards demand, also after an error."""
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.launches import moves_of
+
+from pinfeed.devices.cuda_driver import CudaDriver
+from pinfeed.errors import DeviceError
+from pinfeed.native.driver import DriverTable
+from pinfeed.native.library import library, why_not
+from pinfeed.native.row_moves import RowMover
+from pinfeed.testing.sim_driver import _ARGUMENTS, MOVES
+
+BEFORE, SIDE, WRITTEN = 71, 72, 73
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+class Noting:
+    """A driver that notes its calls, of which one may fail.
+
+    Args:
+        failing: Number of the call that fails; -1 for none.
+    """
+
+    def __init__(self, failing: int) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._failing = failing
+        self._events = iter(range(1, 100))
+        self._functions = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *types)(getattr(self, f"_{name}", self._pass))
+            for name, types in _ARGUMENTS.items()
+        }
+        self.table = DriverTable.of(0, self._functions)
+
+    def _note(self, *call: Any) -> int:
+        self.calls.append(call)
+        return 700 if len(self.calls) - 1 == self._failing else 0
+
+    def _pass(self, *_: Any) -> int:
+        return 0
+
+    def _create(self, event: Any, flags: int) -> int:
+        event[0] = next(self._events)
+        return 0
+
+    def _record(self, event: int, stream: int) -> int:
+        return self._note("record", event, stream)
+
+    def _wait(self, stream: int, event: int, flags: int) -> int:
+        return self._note("wait", stream, event)
+
+    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
+        return self._note("copy", to, source, nbytes, stream)
+
+    def _launch(self, kernel: int, *rest: Any) -> int:
+        *_, stream, arguments, _ = rest
+        moves = np.frombuffer(ctypes.string_at(arguments[0], MOVES.itemsize), MOVES)[0]
+        return self._note("launch", int(moves["rows"]), int(moves["n_rows"]), stream)
+
+
+def queued(failing: int) -> list[tuple[Any, ...]]:
+    driver = Noting(failing)
+    found = library()
+    assert found is not None
+    cuda = CudaDriver(driver.table, found, torch.device("cuda", 0))
+    store: Any = SimpleNamespace(n_rows=9, row_shape=(16,), dtype=np.dtype(np.uint8))
+    store.array = np.zeros((9, 16), np.uint8)
+    mover = RowMover(moves_of([store], "gather", 4), "gather")
+    moves = [mover.request(-1, 5, 1000, [2000]), mover.request(-1, 3, 3000, [4000])]
+    copies = [10, 20, 30, 11, 21, 0, 12, 22, 32]
+    fails = pytest.raises(DeviceError, match="error 700") if failing >= 0 else nullcontext()
+    with fails, pytest.MonkeyPatch.context() as patch:
+        # torch raises the error of a GPU here.
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        cuda.queue(BEFORE, SIDE, copies, moves, WRITTEN)
+    return driver.calls
+
+
+def test_the_stream_waits_for_the_other_one_and_rows_for_writes() -> None:
+    assert queued(-1) == [
+        ("record", 1, BEFORE),
+        ("wait", SIDE, 1),
+        ("copy", 10, 20, 30, SIDE),
+        ("copy", 12, 22, 32, SIDE),
+        ("wait", SIDE, WRITTEN),
+        ("launch", 1000, 5, SIDE),
+        ("launch", 3000, 3, SIDE),
+        ("record", 2, SIDE),
+    ]
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_after_an_error_only_the_event_is_recorded(failing: int) -> None:
+    """The caller waits for what was queued before the error."""
+    expected = queued(-1)
+    assert queued(failing) == [*expected[: failing + 1], *expected[max(7, failing + 1) :]]
