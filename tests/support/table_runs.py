@@ -58,6 +58,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, float | None]]] = {
     ),
     "AdamW": (torch.optim.AdamW, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
     "foreach": (torch.optim.AdamW, {"lr": 0.1, "foreach": True}, {"exp_avg": 0, "exp_avg_sq": 0}),
+    "fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}, {"exp_avg": 0, "exp_avg_sq": 0}),
     "Adamax": (torch.optim.Adamax, {"lr": 0.1}, {"exp_avg": 0, "exp_inf": 0}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
     "RAdam": (torch.optim.RAdam, {"lr": 0.1, "betas": (0.5, 0.6)}, {"exp_avg": 0, "exp_avg_sq": 0}),

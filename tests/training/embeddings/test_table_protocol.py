@@ -37,8 +37,8 @@ from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
 LATE = ("pinfeed-read", "write", "pinfeed-write")
 CORNERS["compute stalls after 40, all else late but read"] = partial(stalling, "compute", 40, LATE)
-# The simulator has no sparse tensors.
-DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]
+# The simulator has neither sparse tensors nor fused steps.
+DENSE = [name for name in OPTIMIZERS if name not in ("SparseAdam", "fused")]
 GROWING: list[tuple[Ids, Ids, Ids]] = [
     ([0], [0], [0]),
     ([1], [0], [0]),
