@@ -46,7 +46,7 @@ def reference() -> dict[str, Any]:
         name: value
         for name, value in found.items()
         if inspect.isfunction(value)
-        or (inspect.isclass(value) and not issubclass(value, BaseException))
+        or (inspect.isclass(value) and value is not Any and not issubclass(value, BaseException))
     }
 
 

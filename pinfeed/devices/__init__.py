@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from pinfeed.devices.device import Device, Event, Stream
 from pinfeed.errors import DeviceError
@@ -14,10 +14,24 @@ from pinfeed.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "Event", "Stream", "chosen_device", "is_cpu", "resolve", "torch_device"]
+__all__ = [
+    "Device",
+    "DeviceLike",
+    "Event",
+    "Stream",
+    "chosen_device",
+    "is_cpu",
+    "resolve",
+    "torch_device",
+]
+
+DeviceLike: TypeAlias = "str | torch.device | Device"
+"""The argument ``device``: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, or
+a simulated device.
+"""
 
 
-def resolve(device: Any, *, n_spare: int) -> Device:
+def resolve(device: DeviceLike, *, n_spare: int) -> Device:
     """Return the device of a name.
 
     Args:
@@ -30,8 +44,7 @@ def resolve(device: Any, *, n_spare: int) -> Device:
         DeviceError: If the device does not exist.
     """
     if hasattr(device, "current_stream"):
-        found: Device = device
-        return found
+        return cast(Device, device)
     from pinfeed.devices.cpu import HostDevice
     from pinfeed.devices.cuda import CudaDevice
 

@@ -29,7 +29,7 @@ class PartReads(NamedTuple):
 
 
 class BatchCopies(NamedTuple):
-    """What is copied to the device for a batch."""
+    """Copies of a batch to the device."""
 
     staged: npt.NDArray[np.uint8]
     """Staging memory of the first parts."""

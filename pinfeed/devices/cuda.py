@@ -78,6 +78,8 @@ class CudaDevice(DirectAccess):
         DeviceError: If the GPU does not exist, or torch cannot use it.
     """
 
+    # It is one class because it implements the whole protocol of a device.
+
     unified = False
 
     def __init__(self, index: int | None = None, *, n_spare: int = 4) -> None:

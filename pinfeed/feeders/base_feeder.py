@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from pinfeed.devices import resolve
+from pinfeed.devices import DeviceLike, resolve
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.host import trim_heap
@@ -135,7 +135,7 @@ class BaseFeeder(Generic[T_co]):
             self._close_sources(stack)
             stack.callback(self._loop.close)
 
-    def _open_device(self, device: Any, n_spare: int) -> Device:
+    def _open_device(self, device: DeviceLike, n_spare: int) -> Device:
         """Find the device that the user named, and own it unless the user gave a Device.
 
         Args:

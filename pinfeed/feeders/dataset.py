@@ -14,6 +14,7 @@ from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import RaggedStore, Store
+from pinfeed.tensors.argument_types import Source
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
 
@@ -45,7 +46,7 @@ class RowDataset(Dataset[Any]):
     """
 
     @explain_arguments(DATASET_HINTS)
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._open()
 

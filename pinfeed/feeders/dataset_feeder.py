@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from pinfeed.devices import DeviceLike
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.hints import SAMPLE_HINTS
@@ -60,7 +61,7 @@ def wrap_dataset(
     max_skipped: int = 100,
     reproducible: bool = True,
     depth: int | None = None,
-    device: Any = "auto",
+    device: DeviceLike = "auto",
     progress: bool = False,
     timeline: bool = False,
     continuous: bool | None = None,
@@ -197,7 +198,7 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         selection: RowSelection,
         options: LoopOptions,
         depth: int,
-        device: Any,
+        device: DeviceLike,
     ) -> None:
         is_limited = selection.config is not None
         first = None

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from pinfeed.devices import DeviceLike
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
@@ -28,6 +29,7 @@ from pinfeed.rows.orders import Order, known
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
+from pinfeed.tensors.argument_types import Source
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -176,7 +178,7 @@ class Feeder(ResumableFeeder[T_co]):
     @overload
     def __init__(
         self: Feeder[Any],
-        source: Any,
+        source: Source,
         *,
         host_transform: Callable[..., Any] | None = None,
         device_transform: Callable[..., Any] | None = None,
@@ -186,7 +188,7 @@ class Feeder(ResumableFeeder[T_co]):
     @explain_arguments(FEEDER_HINTS)
     def __init__(
         self,
-        source: Any,
+        source: Source,
         *,
         batch_size: int | None = None,
         config: MemoryLimits | None = None,
@@ -196,7 +198,7 @@ class Feeder(ResumableFeeder[T_co]):
         drop_last: bool = False,
         ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
         depth: int | None = None,
-        device: Any = "auto",
+        device: DeviceLike = "auto",
         route: str | None = None,
         progress: bool = False,
         timeline: bool = False,
@@ -311,7 +313,7 @@ class Feeder(ResumableFeeder[T_co]):
         selection: RowSelection,
         options: LoopOptions,
         depth: int | None,
-        device: Any,
+        device: DeviceLike,
         route: str | None,
     ) -> None:
         """Open the device, plan the memory and the reads, and make the runner of the epochs."""
@@ -365,7 +367,7 @@ class Feeder(ResumableFeeder[T_co]):
         self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
     def _schedule_on(
-        self, device: Any, selection: RowSelection, options: LoopOptions, depth: int | None
+        self, device: DeviceLike, selection: RowSelection, options: LoopOptions, depth: int | None
     ) -> PrefetchSchedule:
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores

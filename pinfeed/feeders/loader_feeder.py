@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pinfeed.devices import DeviceLike
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions, T_co
@@ -58,7 +59,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self,
         source: LoaderSource,
         *,
-        device: Any,
+        device: DeviceLike,
         schedule: PrefetchSchedule,
         options: LoopOptions,
         n_spare: int | None = None,

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.pipeline.store_tree import StoreTree
+from pinfeed.tensors.argument_types import Source
 from pinfeed.validation.arguments import explain_arguments, whole_number
 
 # Bytes of the rows of a batch, and the same again for each of the steps in float64.
@@ -24,7 +25,7 @@ class MeanAndStd(NamedTuple):
 
 
 @explain_arguments({"dim axis": "the axis that keeps its own statistics is channel_axis="})
-def mean_and_std(source: Any, *, channel_axis: int | None = None) -> Any:
+def mean_and_std(source: Source, *, channel_axis: int | None = None) -> Any:
     """Return mean and standard deviation of all rows of a source.
 
     The rows are read once, in order, in batches of a few MiB, and added up in float64. The standard

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from pinfeed.devices import DeviceLike
 from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
@@ -19,6 +20,7 @@ from pinfeed.pipeline.sources.sample_source import SampleThreads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.rank_batches import RankBatches, note_workers
 from pinfeed.rows.ranks import Ranks
+from pinfeed.tensors.argument_types import DTypeLike
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, whole_number
 
@@ -37,11 +39,11 @@ def wrap_readers(
     one_read_count: int = 1,
     n_readers: int = 1,
     depth: int = 2,
-    device: Any = "auto",
+    device: DeviceLike = "auto",
     apply_on_input_batch: Callable[[Iterator[Any]], Any] | None = None,
     apply_on_output_batch: Callable[[Iterator[Any]], Any] | None = None,
-    input_dtype: Any = None,
-    output_dtype: Any = None,
+    input_dtype: DTypeLike | None = None,
+    output_dtype: DTypeLike | None = None,
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
@@ -168,7 +170,7 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         readers: Sequence[SampleReader],
         batches: OrderBatches | RankBatches,
         begin: Callable[[], object],
-        device: Any,
+        device: DeviceLike,
         depth: int,
         n_readers: int,
         options: LoopOptions,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pinfeed.devices import DeviceLike
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.replay_draws import Generator, PrioritizedDraws, UniformDraws
@@ -15,6 +16,7 @@ from pinfeed.feeders.replay_feeder import ReplayFeeder, ReplaySource
 from pinfeed.memory.limits import check_depth
 from pinfeed.stores.ring_layout import RingLayout, checked_parts
 from pinfeed.stores.transition_ring import Draw, TransitionRing
+from pinfeed.tensors.argument_types import Numbers
 from pinfeed.validation.arguments import (
     check_path,
     check_seed,
@@ -200,7 +202,7 @@ class ReplayBuffer:
         *,
         n: int | None = None,
         depth: int = 0,
-        device: Any = "auto",
+        device: DeviceLike = "auto",
         device_transform: Callable[..., Any] | None = None,
         progress: bool = False,
         timeline: bool = False,
@@ -239,7 +241,7 @@ class ReplayBuffer:
             source, batch_size, device, options, nbytes=self.nbytes, in_files=self._in_files
         )
 
-    def update_priorities(self, rows: Any, priorities: Any) -> None:
+    def update_priorities(self, rows: Numbers, priorities: Numbers) -> None:
         """Set the priorities of transitions.
 
         Transitions that have been overwritten since they were drawn keep no priority.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pinfeed.devices import DeviceLike
 from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.pipeline.lent_batch import LentBatch
@@ -176,7 +177,7 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         self,
         source: ReplaySource,
         batch_size: int,
-        device: Any,
+        device: DeviceLike,
         options: LoopOptions,
         *,
         nbytes: int,

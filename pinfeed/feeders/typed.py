@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar
 import numpy.typing as npt
 import torch
 
+from pinfeed.devices import DeviceLike
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ranks import Ranks
@@ -31,7 +32,7 @@ class NamedSources(Protocol):
 class LoopArguments(TypedDict, total=False):
     """Keyword arguments of every loop, without transforms."""
 
-    device: Any
+    device: DeviceLike
     depth: int | None
     progress: bool
     timeline: bool

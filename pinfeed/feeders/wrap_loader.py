@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pinfeed.devices import is_cpu
+from pinfeed.devices import DeviceLike, is_cpu
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.dataset_feeder import check_threads
@@ -22,6 +22,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.threaded_loader_source import ThreadedLoaderSource
+from pinfeed.tensors.argument_types import IdsOfBatch, Source
 from pinfeed.validation.arguments import explain_arguments
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ def wrap_loader(loader: Iterable[T], **options: Unpack[LoaderArguments]) -> Load
 
 @overload
 def wrap_loader(
-    loader: Any,
+    loader: Iterable[Any],
     *,
-    fetch: Mapping[Any, tuple[Any, Any]] | None = None,
+    fetch: Mapping[Any, tuple[Source, IdsOfBatch]] | None = None,
     host_transform: Callable[..., Any] | None = None,
     device_transform: Callable[..., Any] | None = None,
     **options: Unpack[LoaderArguments],
@@ -47,11 +48,11 @@ def wrap_loader(
 
 @explain_arguments(LOADER_HINTS)
 def wrap_loader(
-    loader: Any,
+    loader: Iterable[Any],
     *,
-    device: Any = "auto",
+    device: DeviceLike = "auto",
     depth: int | None = None,
-    fetch: Mapping[Any, tuple[Any, Any]] | None = None,
+    fetch: Mapping[Any, tuple[Source, IdsOfBatch]] | None = None,
     config: MemoryLimits | None = None,
     progress: bool = False,
     timeline: bool = False,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import (
@@ -31,7 +32,7 @@ _ROW_NBYTES = 56
 
 
 def bucketed(
-    lengths: Any,
+    lengths: npt.ArrayLike,
     *,
     batch_size: int,
     window_batches: int = 50,

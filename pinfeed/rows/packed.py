@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.length_batches import START, LengthBatches, Mark
@@ -21,7 +22,7 @@ _SPLITS = ("never", "long", "always")
 
 
 def packed(
-    lengths: Any,
+    lengths: npt.ArrayLike,
     max_elements: int,
     *,
     batch_size: int = 1,

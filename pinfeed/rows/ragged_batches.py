@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.rows.length_batches import LengthBatches, Mark
 from pinfeed.rows.orders import Order, Rows
@@ -20,7 +21,7 @@ _RUN_ROWS = 1 << 14
 
 
 def element_batches(
-    lengths: Any,
+    lengths: npt.ArrayLike,
     max_elements: int,
     *,
     batch_size: int | None = None,

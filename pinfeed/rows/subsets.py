@@ -41,7 +41,7 @@ _N_BITS = _BITS.sum(axis=1, dtype=np.uint8)
 _BIT_AT = np.argsort(1 - _BITS, axis=1, kind="stable").astype(np.uint8)
 
 
-def where(subset: Any, order: Order | None = None) -> Order:
+def where(subset: npt.ArrayLike | Order, order: Order | None = None) -> Order:
     """Return an order of a part of the rows.
 
     The rows of the part are numbered in their sequence, and ``order`` is an order of these numbers.

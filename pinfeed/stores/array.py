@@ -20,6 +20,7 @@ from pinfeed.stores.store import (
     in_words,
     run_of,
 )
+from pinfeed.tensors.argument_types import ArrayLike
 from pinfeed.tensors.dtypes import check_dtype
 
 # Runs of fewer rows are copied by row index, which costs 2 to 3 ns per row, or 6 ns if the targets
@@ -69,7 +70,7 @@ class ArrayStore(ClosedOnExit):
     resident_bytes = 0
     _shares_itself = False
 
-    def __init__(self, array: Any, *, name: str = "array") -> None:
+    def __init__(self, array: ArrayLike, *, name: str = "array") -> None:
         if not isinstance(array, np.ndarray):
             # Imported here, because torch need not be loaded for numpy arrays.
             from pinfeed.tensors.numpy_torch import to_numpy

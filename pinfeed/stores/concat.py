@@ -31,9 +31,10 @@ from pinfeed.stores.store import (
     run_of,
 )
 from pinfeed.stores.window_store import WindowStore
+from pinfeed.tensors.argument_types import Source
 
 
-def concat(sources: Mapping[str, Any] | Sequence[Any]) -> Any:
+def concat(sources: Mapping[str, Source] | Sequence[Source]) -> Any:
     """Return the rows of several sources, one after the other, as one read-only source.
 
     The first row of each source follows the last row of the source before it. Nothing is copied.
@@ -88,7 +89,7 @@ def concat(sources: Mapping[str, Any] | Sequence[Any]) -> Any:
     return rebuild(iter(joined))
 
 
-def source_ids(sources: Mapping[str, Any] | Sequence[Any]) -> Store:
+def source_ids(sources: Mapping[str, Source] | Sequence[Source]) -> Store:
     """Return the number of the source of each row of ``concat(sources)``, as a source.
 
     The rows are int64 numbers, counted from 0. They take no memory.

@@ -35,6 +35,7 @@ from pinfeed.stores.host_rows import gather_rows, unchecked_gather
 from pinfeed.stores.libraries import is_of
 from pinfeed.stores.opened import arrow_table, open_store
 from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
+from pinfeed.tensors.argument_types import DTypeLike, Source
 from pinfeed.validation.arguments import explain_arguments
 
 # Rows of a column that are converted at a time, so that the caches of a core hold them.
@@ -102,10 +103,10 @@ class MatrixStore(FileStore):
     @explain_arguments({})
     def __init__(
         self,
-        source: Any,
+        source: Source,
         columns: Sequence[Any] | None = None,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         missing: float | None = None,
     ) -> None:
         kind = type(source).__name__

@@ -22,6 +22,7 @@ from pinfeed.stores.parquet_columns import OneColumn, ParquetMatrix
 from pinfeed.stores.parquet_shards import ParquetShard, open_shards, pyarrow_errors
 from pinfeed.stores.paths import Path, has_protocol
 from pinfeed.stores.store import Array
+from pinfeed.tensors.argument_types import DTypeLike
 from pinfeed.validation.arguments import explain_arguments
 
 # Larger row groups are kept in pieces, so that a store need not keep them whole.
@@ -86,7 +87,7 @@ class ParquetStore(ChunkedStore):
         column: str | None = None,
         *,
         columns: Sequence[str] | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         missing: float | None = None,
     ) -> None:
         if (column is None) == (columns is None):

@@ -21,6 +21,7 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array, Store, in_words, shape_to_make
+from pinfeed.tensors.argument_types import Source
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
 from pinfeed.validation.suggestions import install_line
@@ -76,7 +77,7 @@ class PinnedStore(ArrayStore):
     _pid: int
 
     @explain_arguments(HINTS)
-    def __init__(self, source: Any, *, pin: Pin = True) -> None:
+    def __init__(self, source: Source, *, pin: Pin = True) -> None:
         store = source if isinstance(source, Store) else _open(source)
         try:
             self._allocate((store.n_rows, *store.row_shape), store.dtype, pin)

@@ -19,6 +19,7 @@ from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
 from pinfeed.stores.ragged_parts import ItemParts, check_offsets, read_offsets
 from pinfeed.stores.store import Array, ClosedOnExit, Store, row_nbytes
+from pinfeed.tensors.argument_types import Source
 from pinfeed.validation.arguments import explain_arguments
 
 Layout = Literal["offsets", "padded", "jagged", "packed"]
@@ -122,8 +123,8 @@ class RaggedStore(ClosedOnExit):
     @explain_arguments(_HINTS)
     def __init__(
         self,
-        values: Any,
-        offsets: Any,
+        values: Source,
+        offsets: Source,
         *,
         layout: Layout = "offsets",
         padding: complex | Mapping[Any, Any] = 0,

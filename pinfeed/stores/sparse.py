@@ -18,6 +18,7 @@ from pinfeed.stores.host_rows import CheckStop, RunGather, UnreadPart, never
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
 from pinfeed.stores.sparse_sources import is_matrix, open_matrix
 from pinfeed.stores.store import Array, Store
+from pinfeed.tensors.argument_types import Source
 from pinfeed.validation.arguments import explain_arguments
 
 # Most free blocks of memory for dense batches.
@@ -72,7 +73,7 @@ class SparseStore(RaggedStore):
     @explain_arguments(_HINTS)
     def __init__(
         self,
-        source: Any,
+        source: Source,
         key: str | None = None,
         *,
         layout: Literal["csr", "dense"] = "csr",

@@ -14,11 +14,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed.errors import ArgumentError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
+from pinfeed.tensors.argument_types import Ids
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.rank_loop import rank_group_of
@@ -92,7 +94,7 @@ class ShardedEmbedding(HostEmbedding):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         gradients: Gradients = "mean",
         store: Store | Path | None = None,
         **options: Any,
@@ -151,7 +153,7 @@ class ShardedEmbedding(HostEmbedding):
         """Assignment of rows to ranks."""
         return RowPartition(self.num_embeddings, self.rank_group.size)
 
-    def read(self, ids: Any) -> torch.Tensor:
+    def read(self, ids: Ids) -> torch.Tensor:
         """Read rows with their present values, as ``HostEmbedding.read`` does.
 
         All ranks call this at once, each with its own ids, which may be empty.

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from pinfeed.errors import ArgumentError
+from pinfeed.tensors.argument_types import Ids
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.embeddings.table_arguments import integer_tensor
 from pinfeed.validation.arguments import check_flag
@@ -55,7 +56,10 @@ class HostEmbeddingBag(HostEmbedding):
         self.include_last_offset = include_last_offset
 
     def forward(
-        self, ids: Any, offsets: Any = None, per_sample_weights: torch.Tensor | None = None
+        self,
+        ids: Ids,
+        offsets: Ids | None = None,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Look up the rows of bags and reduce each bag to one row.
 

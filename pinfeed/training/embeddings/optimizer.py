@@ -90,7 +90,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer_class: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
         tables: Iterable[HostEmbedding | Mapping[str, Any]],
         *,
         state: StateStore | None = None,

@@ -20,6 +20,7 @@ from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import NpyStore, Store
 from pinfeed.stores.pinned import Pin
+from pinfeed.tensors.argument_types import Ids
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.embeddings.batch_rows import BatchRows, loops_over, position_in
 from pinfeed.training.embeddings.table_arguments import (
@@ -219,7 +220,7 @@ class HostEmbedding(nn.Module):
         table._owned = is_owned
         return table.requires_grad_(not freeze)
 
-    def forward(self, ids: Any) -> torch.Tensor:
+    def forward(self, ids: Ids) -> torch.Tensor:
         """Look up rows.
 
         In a loop, ids are *announced* if the loop's function for this table returned them for the
@@ -304,7 +305,7 @@ class HostEmbedding(nn.Module):
         self.trainable = requires_grad
         return self
 
-    def read(self, ids: Any) -> torch.Tensor:
+    def read(self, ids: Ids) -> torch.Tensor:
         """Read rows with their present values. In a loop, pending writes are flushed first.
 
         Args:

@@ -136,7 +136,7 @@ class BigBatch:
         count: Count | None = None,
         modules: Sequence[nn.Module] = (),
         autocast: torch.dtype | None = None,
-        scaler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
         verify: bool = True,
     ) -> None:
         others: Any = modules

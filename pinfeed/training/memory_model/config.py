@@ -16,6 +16,7 @@ from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes, return_large_blocks
 from pinfeed.memory.limits import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.units import GiB, SizeField
+from pinfeed.tensors.argument_types import DTypeLike, Shapes
 from pinfeed.training.memory_model.batch_search import BatchSearch
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import Budget, Kind
@@ -95,16 +96,16 @@ class Config(limits.MemoryLimits):
     cpu_memory_limit: SizeField = SizeField()
     gpu_memory_limit: SizeField = SizeField()
     total_sample_count: int | None = None
-    input_shape: Any = None
-    output_shape: Any = None
-    model: Any = None
-    input_dtype: Any = "float32"
-    output_dtype: Any = "float32"
+    input_shape: Shapes | None = None
+    output_shape: Shapes | None = None
+    model: Callable[..., Any] | None = None
+    input_dtype: DTypeLike = "float32"
+    output_dtype: DTypeLike = "float32"
     one_read_count: int = 1
     loss: Callable[[Any, Any], torch.Tensor] | None = None
-    optimizer: Any = None
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None
     autocast: torch.dtype | None = None
-    device: Any = "auto"
+    device: str | torch.device = "auto"
     device_cache: SizeField = SizeField()
     enforce: bool = True
 

@@ -13,6 +13,7 @@ import torch
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.memory.host import free_host_bytes
+from pinfeed.tensors.argument_types import DTypeLike, Shapes
 from pinfeed.training.memory_model.real_steps import peak_of_gradients
 from pinfeed.training.memory_model.report import Kind, StepMemory, count_parameters
 from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, peak_of
@@ -62,15 +63,15 @@ _RANGE = (
 
 
 def estimate(
-    model: Any,
+    model: Callable[..., Any],
     batch_size: int,
     *,
-    input_shape: Any,
-    output_shape: Any = None,
-    input_dtype: Any = "float32",
-    output_dtype: Any = "float32",
+    input_shape: Shapes,
+    output_shape: Shapes | None = None,
+    input_dtype: DTypeLike = "float32",
+    output_dtype: DTypeLike = "float32",
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     device: Kind = "cuda",
     autocast: torch.dtype | None = None,
 ) -> StepMemory:

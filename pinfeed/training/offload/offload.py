@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pinfeed.devices import resolve
+from pinfeed.devices import DeviceLike, resolve
 from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
 from pinfeed.memory.host import free_host_bytes
@@ -123,7 +123,7 @@ class Offload:
 
     def __init__(
         self,
-        device: Any = "auto",
+        device: DeviceLike = "auto",
         *,
         host_limit: int | str | None = None,
         threshold: int | str = KiB(64),

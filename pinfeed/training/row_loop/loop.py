@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pinfeed.devices import is_cpu
+from pinfeed.devices import DeviceLike, is_cpu
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, T_co
@@ -61,7 +61,7 @@ class RowLoop(LoaderFeeder[T_co]):
         *,
         config: MemoryLimits | None,
         depth: int | None,
-        device: Any,
+        device: DeviceLike,
         route: str | None,
         verify: bool,
         options: LoopOptions,
@@ -284,7 +284,7 @@ class RowLoop(LoaderFeeder[T_co]):
             if is_suspended(generator):
                 generator.close()
 
-    def _open_device(self, device: Any, n_spare: int) -> Device:
+    def _open_device(self, device: DeviceLike, n_spare: int) -> Device:
         found = super()._open_device(device, n_spare)
         # The rows of a batch are few, and the GPU writes them back without a thread of the host.
         self._route = found.choose_route(self._stores, self._wanted_route, "direct")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
+from pinfeed.devices import DeviceLike
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.hints import READ_LOOP_HINTS, TABLE_LOOP_HINTS
 from pinfeed.memory.limits import MemoryLimits
+from pinfeed.tensors.argument_types import IdsOfBatch
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.loop import RowLoop
 from pinfeed.training.row_loop.loop_table import RowOptimizers, read_tables, trained_tables
@@ -21,14 +23,16 @@ if TYPE_CHECKING:
 
 @overload
 def train_rows(
-    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TrainArguments]
+    loader: Iterable[T],
+    tables: Mapping[HostEmbedding, IdsOfBatch],
+    **options: Unpack[TrainArguments],
 ) -> RowLoop[T]: ...
 
 
 @overload
 def train_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
+    loader: Iterable[Any],
+    tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
     host_transform: Callable[..., Any] | None = None,
     device_transform: Callable[..., Any] | None = None,
@@ -38,13 +42,13 @@ def train_rows(
 
 @explain_arguments(TABLE_LOOP_HINTS)
 def train_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
+    loader: Iterable[Any],
+    tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
     optimizer: RowOptimizers = (),
     config: MemoryLimits | None = None,
     depth: int | None = None,
-    device: Any = "auto",
+    device: DeviceLike = "auto",
     route: str | None = None,
     progress: bool = False,
     timeline: bool = False,
@@ -136,14 +140,16 @@ def train_rows(
 
 @overload
 def read_rows(
-    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TableLoopArguments]
+    loader: Iterable[T],
+    tables: Mapping[HostEmbedding, IdsOfBatch],
+    **options: Unpack[TableLoopArguments],
 ) -> RowLoop[T]: ...
 
 
 @overload
 def read_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
+    loader: Iterable[Any],
+    tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
     host_transform: Callable[..., Any] | None = None,
     device_transform: Callable[..., Any] | None = None,
@@ -153,12 +159,12 @@ def read_rows(
 
 @explain_arguments(READ_LOOP_HINTS)
 def read_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
+    loader: Iterable[Any],
+    tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
     config: MemoryLimits | None = None,
     depth: int | None = None,
-    device: Any = "auto",
+    device: DeviceLike = "auto",
     route: str | None = None,
     progress: bool = False,
     timeline: bool = False,
