@@ -75,7 +75,6 @@ class SimDevice:
             names of the streams and workers that can advance; it returns one name, or None.
         direct: Whether the device itself reads and writes the rows of stores, when its streams
             reach that work.
-        duplex: Whether reads and writes have separate streams; False puts both into one stream.
         deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore, to prove that a test
             notices a missing wait; for those of an engine, ``("engine.c", number of the hazard)``.
             None ignores no call.
@@ -110,7 +109,6 @@ class SimDevice:
         choose: Choose = lazy,
         *,
         direct: bool = False,
-        duplex: bool = True,
         deaf_to: Site | None = None,
         now: Callable[[], float] = time.perf_counter,
         has_engine: bool = False,
@@ -120,7 +118,6 @@ class SimDevice:
         self.names = list[str]()
         self._choose = choose
         self._direct = direct
-        self._duplex = duplex
         self._deaf_to = deaf_to
         self._actors: dict[str, SimStream | SimWorker | SimEngineThread | SimWriterThread] = {}
         self._turning = False
@@ -136,8 +133,6 @@ class SimDevice:
 
     # ---- the Device protocol ---------------------------------------------------------------------
     def stream(self, name: str) -> SimStream:
-        if name == "write" and not self._duplex:
-            name = "read"
         stream = self._actors.setdefault(name, SimStream(self, name))
         assert isinstance(stream, SimStream)
         return stream

@@ -41,7 +41,7 @@ def test_corner_schedules(corner: str) -> None:
     for depth in (0, rng.choice([1, 2, 4])):
         window = rng.random() < 0.5
         direct = window or rng.random() < 0.5
-        device = SimDevice(CORNERS[corner](), direct=direct, duplex=rng.random() < 0.7)
+        device = SimDevice(CORNERS[corner](), direct=direct)
         check_cached(
             device,
             depth,
@@ -65,7 +65,7 @@ def test_random_schedules(seed: int) -> None:
     window = rng.random() < 0.5
     direct = window or rng.random() < 0.5
     check_cached(
-        SimDevice(randomly(seed), direct=direct, duplex=rng.random() < 0.7),
+        SimDevice(randomly(seed), direct=direct),
         rng.randint(0, 5),
         batches,
         window=window,

@@ -172,17 +172,13 @@ def check(
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize(
-    ("direct", "duplex"),
-    [(False, True), (True, True), (True, False)],
-    ids=["staged", "direct", "direct, in turn"],
-)
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize("stop_after", [None, 3])
 @pytest.mark.parametrize("corner", CORNERS)
-def test_corner_schedules(corner: str, stop_after: int | None, direct: bool, duplex: bool) -> None:
+def test_corner_schedules(corner: str, stop_after: int | None, direct: bool) -> None:
     # A loop that is left early is the same for all depths except 0 and those that it fills.
     for depth in (1, 2, 4) if stop_after is None else (0, 2):
-        device = SimDevice(CORNERS[corner](), direct=direct, duplex=duplex)
+        device = SimDevice(CORNERS[corner](), direct=direct)
         check(device, depth, stop_after=stop_after)
 
 
@@ -191,7 +187,7 @@ def test_corner_schedules(corner: str, stop_after: int | None, direct: bool, dup
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     batches = [np.array(rng.sample(range(N), rng.randint(1, 5))) for _ in range(8)]
-    device = SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
+    device = SimDevice(randomly(seed), direct=rng.random() < 0.5)
     known, switch_after = rng.random() < 0.5, rng.choice([None, 1, 3])
     check(
         device,

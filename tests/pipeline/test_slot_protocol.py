@@ -68,7 +68,7 @@ def test_corner_schedules(corner: str) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
-    device = SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
+    device = SimDevice(randomly(seed), direct=rng.random() < 0.5)
     check(device, switch_once=rng.randint(1, 19), switch_after=rng.choice([None, None, 1, 4]))
 
 
