@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.native.library import library, packing
+from pinfeed.pipeline.forwarding import Positions
 from pinfeed.rows.orders import Rows
 
 # These are pf_cache_slot and pf_cache of pinfeed.h.
@@ -25,8 +26,6 @@ _NUMBERS = ("rows", "slots", "capacity", "n_used", "n_batches", "least")
 _CACHE = np.dtype([(name, np.int64) for name in _NUMBERS])
 
 _pack = packing(6)
-
-Positions = npt.NDArray[np.int32]
 
 
 class CacheMoves(NamedTuple):
