@@ -14,6 +14,14 @@ from pinfeed.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
+    DeviceLike: TypeAlias = str | torch.device | Device
+    """The argument ``device``: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device``,
+    or a simulated device.
+    """
+else:
+    # Programs may read signatures, and need not load torch for it.
+    DeviceLike = Any
+
 __all__ = [
     "Device",
     "DeviceLike",
@@ -24,11 +32,6 @@ __all__ = [
     "resolve",
     "torch_device",
 ]
-
-DeviceLike: TypeAlias = "str | torch.device | Device"
-"""The argument ``device``: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, or
-a simulated device.
-"""
 
 
 def resolve(device: DeviceLike, *, n_spare: int) -> Device:
