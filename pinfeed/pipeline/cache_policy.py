@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.native.library import library, packing
-from pinfeed.pipeline.forwarding import Positions
-from pinfeed.rows.orders import Rows
+from pinfeed.rows.orders import Positions, Rows
 
 # These are pf_cache_slot and pf_cache of pinfeed.h.
 _SLOT = np.dtype([("row", np.int64), ("n_uses", np.int32), ("last_used", np.uint32)])

@@ -15,13 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from pinfeed.devices.device import Event, Stream, Tensor
-
-Positions = npt.NDArray[np.int32]
-"""Positions of rows in a batch."""
+from pinfeed.rows.orders import Positions
 
 
 class PositionRange(NamedTuple):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pinfeed.native.library import library, packing
-from pinfeed.pipeline.forwarding import Overlap, PositionRange, Positions, SharedRows
+from pinfeed.pipeline.forwarding import Overlap, PositionRange, SharedRows
 from pinfeed.rows.indices import sort_rows
-from pinfeed.rows.orders import Rows
+from pinfeed.rows.orders import Positions, Rows
 
 SPARE_ROW_NBYTES = 8 + 1
 """Bytes of each row of a batch while it is compared: a pair of positions, and a flag."""

@@ -36,8 +36,7 @@ from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
 from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
-from pinfeed.pipeline.forwarding import Positions
-from pinfeed.rows.orders import Rows
+from pinfeed.rows.orders import Positions, Rows
 from pinfeed.stores.store import Store, row_nbytes
 
 # Bytes of each write when the rows of a cache are written back. Several threads share a write.

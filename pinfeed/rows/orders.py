@@ -30,6 +30,8 @@ from pinfeed.validation.arguments import check_seed, whole_number
 
 Rows = npt.NDArray[np.int64]
 """Row indices, shape (n,)."""
+Positions = npt.NDArray[np.int32]
+"""Positions of rows in a batch."""
 At = Callable[[Rows], Rows]
 """A function that returns the row indices at positions of one epoch."""
 Arrays = tuple[npt.NDArray[Any], ...]

@@ -395,6 +395,7 @@ DOES_MORE = (
 )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("is_evaluated", [False, True])
 @pytest.mark.parametrize("does", DOES_MORE)
 def test_changes_without_a_step(does: str, is_evaluated: bool) -> None:

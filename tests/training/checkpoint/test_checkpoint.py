@@ -24,7 +24,7 @@ def assert_equal(one: Training, other: Training) -> None:
         assert a.tobytes() == b.tobytes()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("depth", "generator"), [(0, False), (1, True), (3, False), (3, True)])
 def test_a_resumed_run_equals_one_that_was_not_interrupted(
     tmp_path: pathlib.Path, depth: int, generator: bool
@@ -46,7 +46,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
         assert_equal(resumed, whole)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("n", "drop_last"),
     [(3 * SIZE, False), (3 * SIZE, True), (3 * SIZE + 2, True), (2 * SIZE + 1, False)],

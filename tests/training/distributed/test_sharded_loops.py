@@ -146,7 +146,7 @@ def programs(draw: Any) -> tuple[int, list[Batch], list[str]]:
 
 
 @given(programs(), st.integers(0, 3), st.sampled_from([None, 0.3, 0.7, 1.0]))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_any_ids_at_any_depth_on_any_number_of_ranks(
     program: tuple[int, list[Batch], list[str]], depth: int, device_cache: float | None
 ) -> None:
