@@ -1,5 +1,4 @@
-# Every target sets up and uses .venv; only Python 3.10+ and make need to be installed. The README
-# lists the same steps as plain pip commands.
+# Every target sets up and uses .venv; only Python 3.10+ and make need to be installed.
 
 PYTHON ?= python3
 BIN = .venv/bin

@@ -34,6 +34,7 @@ from pinfeed.memory.units import human
 LIMIT = pinfeed.MiB(256)
 STEP = pinfeed.MiB(96)
 """The part of the limit that is reserved for the training step of the program."""
+SMALL = pinfeed.MiB(512)
 BATCH_SIZE = 2048
 BATCH_BYTES = pinfeed.MiB(16)
 WIDTH = 512
@@ -189,10 +190,13 @@ def report(fed: Result, plain: list[Result]) -> None:
     )
     for one in plain:
         print(f"- {one.seconds / fed.seconds:.1f} times as fast as {one.name}")
+    if fed.nbytes < SMALL:
+        print(f"  (a file below {human(SMALL)} is read in less time than a loop takes to begin)")
     largest = max(one.own + one.mapped for one in plain)
     print(
-        f"- memory grew by {human(fed.own + fed.mapped)} with the training step, inside the limit "
-        f"of {human(LIMIT)}; with a DataLoader by up to {human(largest)}, mapped pages included\n"
+        f"- memory grew by {human(fed.own + fed.mapped)}, inside the limit of {human(LIMIT)}, of "
+        f"which {human(STEP)} are for the training step; with a DataLoader by up to "
+        f"{human(largest)}, mapped pages included\n"
         f"- {differ} of {len(fed.losses)} losses differ from those of the DataLoaders\n"
         f"The timeline of the last steps is in {OUT / 'timeline.png'} "
         f"(and in {OUT / 'timeline.json'} for https://ui.perfetto.dev)."

@@ -54,9 +54,10 @@ def check_gpu(index: int | None) -> int:
         built = (
             f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         )
+        asked = "cuda" if index is None else f"cuda:{index}"
         raise DeviceError(
-            f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected a "
-            "GPU, or device='cpu'"
+            f"device={asked!r}: torch {torch.__version__} ({built}) finds no usable GPU; expected "
+            "a GPU, or device='cpu'"
         )
     index = torch.cuda.current_device() if index is None else index
     if index >= torch.cuda.device_count():

@@ -130,7 +130,7 @@ class RowSelection:
         if unified and (setting := self._gpu_setting()):
             note = (
                 f"{setting} of config has no effect on the feeder, because its batches are on the "
-                "CPU; for batches on a GPU, give device='cuda' to the feeder"
+                "CPU; on a machine with a GPU, device='cuda' puts them there"
             )
             logger.warning("%s", note)
             notes.append(note)

@@ -234,7 +234,7 @@ class FeederStats:
             text += f"; transforms, per batch: {found}"
         if self.cache_lookups:
             text += f"; cache: {self.cache_in_words}"
-        return wrapped(f"{text}; memory: {self.memory}; {self.verdict}", rest="  ")
+        return wrapped(f"{text}; memory of the process: {self.memory}; {self.verdict}", rest="  ")
 
 
 _UNCOUNTED = ("depth", "n_readers", "n_transform_threads", "asynchronous", "memory")

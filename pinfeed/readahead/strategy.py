@@ -186,7 +186,10 @@ class ChunkReads(ReadStrategy):
             return strategy, "decoded in sequence, each chunk once"
         n_rows = reads.views[0].n_rows if reads.views else store.n_rows
         block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
-        fewer = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
+        fewer = (
+            "rows=pinfeed.rows.chunk_shuffled(store), or a block_shuffled order with "
+            f"block_rows={block_rows}, decodes fewer"
+        )
         reason = f"each batch decodes the whole chunks of its rows, up to {store.piece_rows:,} each"
         return strategy, f"{reason}; {reads.buffer_advice or fewer}"
 

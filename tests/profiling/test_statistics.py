@@ -56,7 +56,7 @@ def test_statistics_are_wrapped_at_80_columns() -> None:
 def test_statistics_of_transforms() -> None:
     stats = FeederStats(batches=10, rows=100, host_transform_s=0.02, device_transform_s=0.0005)
     text = "host_transform 2 ms, device_transform 50 µs"
-    assert f"; transforms, per batch: {text}; memory: " in unwrapped(stats)
+    assert f"; transforms, per batch: {text}; memory of the process: " in unwrapped(stats)
     assert stats.as_dict()["host_transform_s"] == 0.02
     assert (stats - stats).as_dict()["device_transform_s"] == 0.0
     assert "transforms" not in str(FeederStats(batches=10))
@@ -73,7 +73,7 @@ def test_statistics_of_caches() -> None:
         "75% of the rows of batches were in the cache; on average, a batch read 100 rows "
         "(1.0 KiB) and wrote 90 (922 B)"
     )
-    assert f"; cache: {text}; memory: " in unwrapped(stats)
+    assert f"; cache: {text}; memory of the process: " in unwrapped(stats)
     found = stats.as_dict()
     assert found["cache_hit_percent"] == 75
     assert found["cache_read_rows"] == 2000
@@ -264,4 +264,4 @@ def test_a_feeder_shows_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(("nbytes", "rates"), [(0, "50 rows/s"), (4_000, "50 rows/s, 2.00 KB/s")])
 def test_bytes_are_left_out_if_none_were_moved(nbytes: int, rates: str) -> None:
     stats = FeederStats(batches=1, rows=100, bytes=nbytes, seconds=2.0)
-    assert f"100 rows in 2.00 s: {rates}; memory: " in unwrapped(stats)
+    assert f"100 rows in 2.00 s: {rates}; memory of the process: " in unwrapped(stats)
