@@ -195,7 +195,7 @@ class CudaDevice(DirectAccess):
         staged, layout, wholes, reads, written = batch
         at = staged.__array_interface__["data"][0]
         copies: list[int] = []
-        moves: list[list[int]] = []
+        moves: list[tuple[list[int], object]] = []
         for whole, (begin, end) in zip(wholes, layout.staged_blocks(len(staged)), strict=False):
             copies += (whole.data_ptr(), at + begin, end - begin)
         for parts, indices in reads:
@@ -205,7 +205,7 @@ class CudaDevice(DirectAccess):
             moves += [self.move("gather", *rows, side, indices) for rows in tables]
         handles = compute.handle, side.handle
         after = 0 if written is None else written.handle
-        return None, self.engine_driver.queue(*handles, copies, moves, after)
+        return None, self.engine_driver.queue(*handles, copies, [move for move, _ in moves], after)
 
     def write_batch(
         self, writes: Sequence[RowWrites], streams: tuple[CudaStream, CudaStream], *, timed: bool
@@ -218,7 +218,8 @@ class CudaDevice(DirectAccess):
         moves = [
             self.move("scatter", rows, values, side, indices) for values, rows, indices in writes
         ]
-        return None, self.engine_driver.queue(compute.handle, side.handle, (), moves)
+        handles = compute.handle, side.handle
+        return None, self.engine_driver.queue(*handles, (), [move for move, _ in moves])
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: CudaStream) -> None:
         kernel = self._row_copy_kernel

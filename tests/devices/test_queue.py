@@ -1,6 +1,7 @@
 """What is queued for a batch, in the order that its hazards demand, also after an error."""
 
 import ctypes
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,16 @@ import pytest
 import torch
 from support.launches import moves_of
 
+from benchmarks.host.cells import reached
+from benchmarks.host.gpu import simulated_gpu
+from pinfeed.devices.batch_copies import BatchCopies, PartReads, RowWrites
 from pinfeed.devices.cuda_driver import CudaDriver
+from pinfeed.devices.layout import RowLayout
 from pinfeed.errors import DeviceError
 from pinfeed.native.driver import DriverTable
 from pinfeed.native.library import library, why_not
 from pinfeed.native.row_moves import RowMover
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.testing.sim_driver import _ARGUMENTS, MOVES
 
 BEFORE, SIDE, WRITTEN = 71, 72, 73
@@ -101,3 +107,43 @@ def test_after_an_error_only_the_event_is_recorded(failing: int) -> None:
     """The caller waits for what was queued before the error."""
     expected = queued(-1)
     assert queued(failing) == [*expected[: failing + 1], *expected[max(7, failing + 1) :]]
+
+
+@pytest.mark.parametrize("kind", ["read", "written"])
+def test_uploaded_row_indices_are_kept_until_their_moves_are_queued(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator gives the memory of a freed tensor to the next upload in its stream."""
+    last: list[weakref.ref[torch.Tensor]] = []
+    memory = torch.empty(8, dtype=torch.int32)
+
+    def upload(rows: np.ndarray, dtype: np.dtype[Any]) -> torch.Tensor:
+        is_free = not last or last[-1]() is None
+        tensor = (memory if is_free else torch.empty(8, dtype=torch.int32))[: len(rows)]
+        tensor.numpy()[:] = rows
+        last.append(weakref.ref(tensor))
+        return tensor
+
+    groups = [np.array([5, 1, 3]), np.array([0, 4, 2])]
+    stores = [reached(np.arange(12.0).reshape(6, 2) + 100 * k) for k in range(2)]
+    tensors = [torch.full((3, 2), -1.0, dtype=torch.float64) for _ in range(2)]
+    with simulated_gpu(moves=True) as device:
+        device.is_direct = True
+        monkeypatch.setattr(device, "_upload", upload)
+        streams = device.current_stream(), device.stream("read")
+        before = [store.array.copy() for store in stores]
+        each = list(zip(stores, groups, tensors, strict=True))
+        if kind == "read":
+            reads = [PartReads([(StoreRows(store, rows), tensor)]) for store, rows, tensor in each]
+            layout = RowLayout.of([])
+            copies = BatchCopies(np.empty(0, np.uint8), layout, [], reads)
+            device.copy_batch(copies, streams, timed=False)
+        else:
+            writes = [RowWrites([(store, tensor)], rows) for store, rows, tensor in each]
+            device.write_batch(writes, streams, timed=False)
+    for (store, rows, tensor), old in zip(each, before, strict=True):
+        if kind == "read":
+            np.testing.assert_array_equal(tensor, old[rows])
+        else:
+            old[rows] = -1
+            np.testing.assert_array_equal(store.array, old)
