@@ -56,8 +56,10 @@ def copy_batch(
     """Do what ``Device.copy_batch`` does."""
     compute, side = streams
     side.wait(compute.record())  # (2) kernels may still use an earlier tensor in this memory
-    begun = side.record(timed=True) if timed else None
     staged, layout, wholes, reads, written = batch
+    if written is not None:
+        side.wait(written)  # (13) the newest values may not be in the stores yet
+    begun = side.record(timed=True) if timed else None
     for block, whole, (begin, end) in zip(
         layout.blocks, wholes, layout.staged_blocks(len(staged)), strict=False
     ):
@@ -67,8 +69,6 @@ def copy_batch(
         else:
             shape = (-1, *shape)
         device.copy(staged[begin:end].view(dtype).reshape(shape), whole, side)
-    if written is not None:
-        side.wait(written)  # (13) the newest values may not be in the stores yet
     for parts, indices in reads:
         device.read(parts, side, indices)
     return begun, side.record(timed=timed)

@@ -31,6 +31,7 @@ from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.memory.pages import BufferPool, Bytes
+from pinfeed.native.row_moves import RowMove
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, is_dense, plain, to_torch
@@ -195,17 +196,18 @@ class CudaDevice(DirectAccess):
         staged, layout, wholes, reads, written = batch
         at = staged.__array_interface__["data"][0]
         copies: list[int] = []
-        moves: list[tuple[list[int], object]] = []
+        moves: list[RowMove] = []
         for whole, (begin, end) in zip(wholes, layout.staged_blocks(len(staged)), strict=False):
             copies += (whole.data_ptr(), at + begin, end - begin)
         for parts, indices in reads:
             values, tables = self.sorted_parts(parts)
             for value, tensor in values:
+                # The slot keeps the value until the copy is done.
                 copies += (tensor.data_ptr(), value.data_ptr(), value.nbytes)
             moves += [self.move("gather", *rows, side, indices) for rows in tables]
         handles = compute.handle, side.handle
         after = 0 if written is None else written.handle
-        return None, self.engine_driver.queue(*handles, copies, [move for move, _ in moves], after)
+        return None, self.engine_driver.queue(*handles, copies, moves, after)
 
     def write_batch(
         self, writes: Sequence[RowWrites], streams: tuple[CudaStream, CudaStream], *, timed: bool
@@ -218,8 +220,7 @@ class CudaDevice(DirectAccess):
         moves = [
             self.move("scatter", rows, values, side, indices) for values, rows, indices in writes
         ]
-        handles = compute.handle, side.handle
-        return None, self.engine_driver.queue(*handles, (), [move for move, _ in moves])
+        return None, self.engine_driver.queue(compute.handle, side.handle, (), moves)
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: CudaStream) -> None:
         kernel = self._row_copy_kernel
@@ -313,7 +314,7 @@ def _is_plain(value: Any) -> bool:
     return (
         type(value) is torch.Tensor
         and is_dense(value)
-        and value.is_contiguous()
+        and is_in_order(value)
         and value.device.type == "cpu"
         and value.dtype in NUMPY
         and not value.requires_grad

@@ -19,7 +19,7 @@ from pinfeed.devices.kernels import WIDEST_WORD, RowKernels
 from pinfeed.devices.layout import SMALL_NBYTES
 from pinfeed.devices.row_copies import address_of
 from pinfeed.errors import DeviceError, described
-from pinfeed.native.row_moves import RowDirection, RowMover, RowMoves
+from pinfeed.native.row_moves import RowDirection, RowMove, RowMover, RowMoves
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.pinned import PinnedStore
@@ -172,7 +172,7 @@ class DirectAccess:
         indices: torch.Tensor | TensorRange | None,
     ) -> None:
         assert self.engine_driver is not None
-        move, _kept = self.move(kind, rows, tables, stream, indices)
+        move = self.move(kind, rows, tables, stream, indices)
         self.engine_driver.move_rows(stream.handle, move)
 
     def move(
@@ -182,13 +182,10 @@ class DirectAccess:
         tables: Sequence[_Table],
         stream: CudaStream,
         indices: torch.Tensor | TensorRange | None,
-    ) -> tuple[list[int], torch.Tensor | TensorRange | None]:
-        """Return the move of rows from or to their tables, as ``CudaDriver`` takes it.
+    ) -> RowMove:
+        """Return the move of rows from or to their tables.
 
         Row indices that are not on the GPU are copied to it in ``stream``.
-
-        Returns:
-            The move; and the row indices, which the caller keeps until the move is queued.
         """
         stores = tuple(store for store, _ in tables)
         n, start, index_nbytes = len(rows), -1, 4
@@ -204,7 +201,7 @@ class DirectAccess:
             index_nbytes, address = indices.element_size(), indices.data_ptr()
         mover = self._mover(kind, stores, index_nbytes, paired=is_paired)
         packed = [tensor.data_ptr() for _, tensor in tables]
-        return mover.request(start, n, address, packed), indices
+        return mover.move(start, n, address, packed, indices)
 
     def _mover(
         self,

@@ -7,7 +7,6 @@ it, and another thread takes the lock. These calls keep it, except where a threa
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -17,6 +16,7 @@ from pinfeed.errors import DeviceError
 from pinfeed.native.driver import NOT_READY, DriverTable, driver_table
 from pinfeed.native.engine import Engine
 from pinfeed.native.library import Library, library, packing
+from pinfeed.native.row_moves import RowMove
 from pinfeed.native.writer import RowWriter
 
 ROW_COPY_FIELDS = 6
@@ -94,7 +94,7 @@ class CudaDriver:
         before: int,
         stream: int,
         copies: Sequence[int],
-        moves: Sequence[Sequence[int]],
+        moves: Sequence[RowMove],
         written: int = 0,
     ) -> CudaEvent:
         """Queue work in a stream, after all work of another one, and return an event after it.
@@ -104,19 +104,20 @@ class CudaDriver:
             stream: Handle of the stream.
             copies: Address of the target, address of the page-locked source, and bytes of each
                 copy.
-            moves: Moves of rows, by ``RowMover.request``.
+            moves: Moves of rows.
             written: Handle of an event for which the moves wait; 0 for none.
         """
         released, done = self.event(), self.event()
         request = [self.address, before, stream, released.handle, done.handle, written]
-        request += [len(copies) // 3, len(moves), *copies, *itertools.chain.from_iterable(moves)]
+        request += [len(copies) // 3, len(moves), *copies]
+        for move in moves:
+            request += (*move.fields, len(move.devices), *move.devices)
         self._check(self._library.queue(packing(len(request))(*request)))
         return done
 
-    def move_rows(self, stream: int, move: Sequence[int]) -> None:
-        """Queue a move of rows, by ``RowMover.request``, in a stream."""
-        direct, direction, start, n, _, *devices = move
-        request = (self.address, stream, direct, direction, start, n, *devices)
+    def move_rows(self, stream: int, move: RowMove) -> None:
+        """Queue a move of rows in a stream."""
+        request = (self.address, stream, *move.fields, *move.devices)
         self._check(self._library.move_rows(packing(len(request))(*request)))
 
     def copy_rows(

@@ -95,6 +95,17 @@ class StagedIndices(NamedTuple):
         return (self.row_nbytes // 4,), np.dtype(np.int32)
 
 
+class RowMove(NamedTuple):
+    """Rows of one batch that a GPU moves itself."""
+
+    fields: tuple[int, int, int, int]
+    """Arguments of ``pf_move_rows`` of pinfeed.h, from ``direct`` to ``n``."""
+    devices: tuple[int, ...]
+    """Addresses on the GPU: the row indices, and the rows of each table."""
+    kept: object
+    """Tensor of the row indices, which must live until the move is queued."""
+
+
 class RowMover:
     """Describes moves of rows by a GPU itself, one for all tables of a batch.
 
@@ -108,17 +119,20 @@ class RowMover:
         self._address = self._description.ctypes.data
         self._direction = _DIRECTIONS.index(kind)
 
-    def request(self, start: int, n: int, indices: int, packed: Sequence[int]) -> list[int]:
-        """Return a move of one batch, as ``pf_queue`` of pinfeed.h takes it.
+    def move(
+        self, start: int, n: int, indices: int, packed: Sequence[int], kept: object = None
+    ) -> RowMove:
+        """Return a move of one batch.
 
         Args:
             start: First row, if the rows follow each other; -1 otherwise.
             n: Number of rows.
             indices: Address of the row indices on the GPU; 0 if the rows follow each other.
             packed: Address of the rows of each table on the GPU, in the order of ``Table.store``.
+            kept: Tensor of the row indices.
         """
-        fixed = self._address, self._direction, start, n
-        return [*fixed, 1 + len(packed), indices, *packed]
+        fields = self._address, self._direction, start, n
+        return RowMove(fields, (indices, *packed), kept)
 
 
 def sort_shift(n_rows: int, row_nbytes: int) -> int:

@@ -67,9 +67,11 @@ class SlotGather:
         self._device = device
         self._memory = memory
         self._check_stop = check_stop
-        # Most batches have the parts of the one before.
         self.batches_per_slot = 1
         """Batches of a full slot."""
+        self.copies_values = False
+        """Whether the tensors of a loader are read at once, because it may fill them again."""
+        # Most batches have the parts of the one before.
         self._last: tuple[list[BatchPart], int, RowLayout] | None = None
 
     def gather(self, slot: DeviceSlot, batch: HostBatch, *, reads_rows: bool) -> Gathered:
@@ -93,7 +95,7 @@ class SlotGather:
             # Only the user knows what an adopted value can be asked for.
             if device.adopts(part):
                 adopted.add(i)
-            elif device.reaches(part):
+            elif device.reaches(part) and not (self.copies_values and hasattr(part, "host_value")):
                 direct.add(i)
         reads = self._reads(batch, parts, direct)
         sizes = {

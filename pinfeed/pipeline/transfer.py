@@ -217,6 +217,8 @@ class Transfer(Writer):
         self.slots += [DeviceSlot() for _ in range(schedule.n_slots - len(self.slots))]
         self._active_slots = self.slots[: schedule.n_slots]
         self._gather.batches_per_slot = schedule.batches_per_slot
+        # Batches that are prefetched must have memory of their own.
+        self._gather.copies_values = not schedule.depth
         return self._active_slots
 
     def staging_of(self, slot: DeviceSlot, nbytes: int) -> npt.NDArray[np.uint8]:

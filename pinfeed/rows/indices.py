@@ -109,7 +109,7 @@ def distinct_rows(rows: Indices) -> tuple[Indices, Indices]:
     found = _compiled("distinct_rows", rows)
     if found is not None:
         n, distinct, positions = found
-        return distinct[:n], positions
+        return _shortened(distinct, n), positions
     distinct, order, _, places = _sorted_groups(rows)
     positions = np.empty(len(rows), np.int64)
     positions[order] = places
@@ -131,7 +131,7 @@ def first_occurrences(rows: Indices) -> tuple[Indices, Indices | None]:
     found = _compiled("first_occurrences", rows)
     if found is not None:
         n, distinct, positions = found
-        return (rows, None) if n == len(rows) else (distinct[:n], positions)
+        return (rows, None) if n == len(rows) else (_shortened(distinct, n), positions)
     distinct, order, is_first, places = _sorted_groups(rows)
     if len(distinct) == len(rows):
         return rows, None
@@ -146,6 +146,11 @@ def first_occurrences(rows: Indices) -> tuple[Indices, Indices | None]:
     return rows.compress(occurs_first), positions
 
 
+def _shortened(rows: Indices, n: int) -> Indices:
+    """Return the first ``n`` rows, in memory of at most twice their size."""
+    return rows[:n] if 2 * n >= len(rows) else rows[:n].copy()
+
+
 def _compiled(function: str, rows: Indices) -> tuple[int, Indices, Indices] | None:
     """Call a compiled function; see distinct.c.
 
@@ -158,9 +163,8 @@ def _compiled(function: str, rows: Indices) -> tuple[int, Indices, Indices] | No
     if native is None:
         return None
     rows = np.ascontiguousarray(rows, np.int64)
-    distinct, positions = found = np.empty((2, len(rows)), np.int64)
-    address, output = rows.ctypes.data, found.ctypes.data
-    outputs = output, output + rows.nbytes
+    distinct, positions = np.empty_like(rows), np.empty_like(rows)
+    address, *outputs = (array.ctypes.data for array in (rows, distinct, positions))
     call = getattr(native.of_rows(len(rows)), function)
     n_distinct = call(_pack(address, len(rows), *outputs))
     return None if n_distinct < 0 else (n_distinct, distinct, positions)

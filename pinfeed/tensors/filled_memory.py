@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pinfeed.errors import ArgumentError
-from pinfeed.tensors.numpy_torch import memory_of, plain, version_of
+from pinfeed.tensors.numpy_torch import NUMPY, memory_of, plain, version_of
 from pinfeed.tensors.pytree import flatten
 
 # While they work on more than 500 numbers or 5 KiB, numpy and zlib let another thread take the
@@ -98,8 +98,10 @@ def _version(leaf: Any) -> int:
 
 def _checksum(leaf: Any, *, is_whole: bool) -> int:
     if isinstance(leaf, torch.Tensor):
-        leaf = memory_of(plain(leaf))
+        leaf = plain(leaf)
+        is_known = leaf.dtype in NUMPY
+        leaf = memory_of(leaf if is_known else leaf.contiguous().view(-1).view(torch.uint8))
     if not is_whole:
-        per_axis = round(_N_COMPARED ** (1 / max(1, leaf.ndim)))
+        per_axis = int(_N_COMPARED ** (1 / max(1, leaf.ndim)))
         leaf = leaf[tuple(slice(None, None, -(-n // per_axis) or 1) for n in leaf.shape)]
     return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)

@@ -90,7 +90,7 @@ def launches(
     """Return a driver after the launches that gather rows; their kernels do not run."""
     driver: Any = Launching(lambda *_: 0)
     mover = RowMover(moves_of(stores, "gather", index_nbytes, n_blocks=n_blocks), "gather")
-    driver.move_rows(0, mover.request(-1, n_rows, indices, [1 << 30] * len(stores)))
+    driver.move_rows(0, mover.move(-1, n_rows, indices, [1 << 30] * len(stores)))
     return driver
 
 
@@ -154,7 +154,7 @@ def test_rows_are_gathered_and_scattered(
         driver: Any = Launching(run)
         mover = RowMover(moves_of(stores, kind, rows.itemsize, n_blocks=n_blocks), kind)
         packed_at = [there.ctypes.data for there in packed]
-        driver.move_rows(0, mover.request(-1, len(rows), rows.ctypes.data, packed_at))
+        driver.move_rows(0, mover.move(-1, len(rows), rows.ctypes.data, packed_at))
         assert bool(driver.launched) == bool(len(rows))
         assert all(0 < n <= n_blocks for n in driver.n_blocks)
 

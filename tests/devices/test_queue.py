@@ -79,7 +79,7 @@ def queued(failing: int) -> list[tuple[Any, ...]]:
     store: Any = SimpleNamespace(n_rows=9, row_shape=(16,), dtype=np.dtype(np.uint8))
     store.array = np.zeros((9, 16), np.uint8)
     mover = RowMover(moves_of([store], "gather", 4), "gather")
-    moves = [mover.request(-1, 5, 1000, [2000]), mover.request(-1, 3, 3000, [4000])]
+    moves = [mover.move(-1, 5, 1000, [2000]), mover.move(-1, 3, 3000, [4000])]
     copies = [10, 20, 30, 11, 21, 0, 12, 22, 32]
     fails = pytest.raises(DeviceError, match="error 700") if failing >= 0 else nullcontext()
     with fails, pytest.MonkeyPatch.context() as patch:

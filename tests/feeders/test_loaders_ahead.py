@@ -222,6 +222,18 @@ def test_buffers_that_no_prefetched_batch_uses_may_be_filled(fill: Any) -> None:
                 assert seen == [*range(8)]
 
 
+def test_dtypes_that_numpy_does_not_have() -> None:
+    loader = [torch.full((4,), float(i)).to(torch.float8_e4m3fn) for i in range(8)]
+    with wrap_loader(loader, device="cpu", depth=2) as wrapped:
+        assert [batch.float().tolist() for batch in wrapped] == [[i] * 4 for i in range(8)]
+    whole = torch.zeros(4, dtype=torch.float8_e4m3fn)
+    filled = Refilled(lambda buffer, x: whole.copy_(loader[int(x)]), 1)
+    with wrap_loader(filled, device="cpu", depth=2) as wrapped:
+        kept = []
+        with pytest.raises(errors.ArgumentError, match="Refilled has filled the memory"):
+            kept += wrapped
+
+
 def test_the_same_batch_may_come_again_unchanged() -> None:
     x = torch.arange(6.0)
     loader = [x, x, x.reshape(2, 3).T, x[:2], x.numpy(), x, x, x]

@@ -473,3 +473,22 @@ def test_a_timeline_has_the_writes_of_a_window() -> None:
             step(batch)
     assert device.names.count("pinfeed write 3") == 1
     assert {span.batch for span in loop.timeline.spans if span.lane == "write"} == set(range(9))
+
+
+def test_a_loader_may_fill_its_tensor_again_without_prefetching() -> None:
+    """The device reads the loader's memory itself, but never after the next batch is requested."""
+    device = SimTorchDevice(lazy, direct=True)
+    own = torch.zeros(5)
+
+    class Filling:
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(4):
+                own.fill_(number)
+                yield {"x": own, "ids": torch.tensor([number])}
+
+    with device.factories():
+        table = HostEmbedding(8, 4)
+        optimizer = RowOptimizer(torch.optim.SGD, [table], lr=0.1)
+        loop = train_rows(Filling(), {table: "ids"}, optimizer=optimizer, device=device, depth=0)
+        found = [batch["x"].clone() for batch in loop]
+        assert [device.host(x).tolist() for x in found] == [[number] * 5 for number in range(4)]

@@ -14,7 +14,7 @@ from pinfeed.devices.kernels import KERNELS, N_BLOCKS, PAIRED
 from pinfeed.native.driver import DriverTable
 from pinfeed.native.engine import Engine
 from pinfeed.native.library import library
-from pinfeed.native.row_moves import RowMoves
+from pinfeed.native.row_moves import RowMove, RowMoves
 from pinfeed.testing.sim_driver import MOVES
 
 Run = Callable[[str, int, int, np.ndarray], int]
@@ -59,7 +59,7 @@ class Launching:
         self.table = DriverTable.of(0, self._functions)
         self.address = self.table.address
 
-    def move_rows(self, stream: int, move: list[int]) -> None:
+    def move_rows(self, stream: int, move: RowMove) -> None:
         found = library()
         assert found is not None
         CudaDriver(self.table, found, torch.device("cuda", 0)).move_rows(stream, move)

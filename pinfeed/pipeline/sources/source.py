@@ -96,10 +96,10 @@ class ArrayPart:
 
     Args:
         array: The array.
-        is_own: Whether nothing else uses the array. A device in host memory then takes it.
+        is_own: Whether nothing changes the array. A device in host memory then takes it as it is.
 
     Attributes:
-        own_array: The array, if nothing else uses it; otherwise None.
+        own_array: The array, if nothing changes it; otherwise None.
     """
 
     __slots__ = ("_array", "dtype", "own_array", "shape")
