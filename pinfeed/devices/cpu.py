@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
-from pinfeed.devices.device import Event, RowCopy, TensorRange
+from pinfeed.devices.device import Event, RowCopy, RowPairs, TensorRange
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.host import free_host_bytes
@@ -191,7 +191,7 @@ class HostDevice:
         self,
         parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: Any,
-        indices: torch.Tensor | TensorRange | None = None,
+        indices: torch.Tensor | RowPairs | None = None,
     ) -> None:
         for part, dst in parts:
             part.read(memory_of(dst))

@@ -14,7 +14,7 @@ import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
-from pinfeed.devices.device import TensorRange
+from pinfeed.devices.device import RowPairs
 from pinfeed.devices.kernels import WIDEST_WORD, RowKernels
 from pinfeed.devices.layout import SMALL_NBYTES
 from pinfeed.devices.row_copies import address_of
@@ -128,7 +128,7 @@ class DirectAccess:
         self,
         parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: CudaStream,
-        indices: torch.Tensor | TensorRange | None = None,
+        indices: torch.Tensor | RowPairs | None = None,
     ) -> None:
         values, tables = self.sorted_parts(parts)
         for value, dst in values:
@@ -169,7 +169,7 @@ class DirectAccess:
         rows: Rows,
         tables: Sequence[_Table],
         stream: CudaStream,
-        indices: torch.Tensor | TensorRange | None,
+        indices: torch.Tensor | RowPairs | None,
     ) -> None:
         assert self.engine_driver is not None
         move = self.move(kind, rows, tables, stream, indices)
@@ -181,7 +181,7 @@ class DirectAccess:
         rows: Rows,
         tables: Sequence[_Table],
         stream: CudaStream,
-        indices: torch.Tensor | TensorRange | None,
+        indices: torch.Tensor | RowPairs | None,
     ) -> RowMove:
         """Return the move of rows from or to their tables.
 
@@ -189,8 +189,8 @@ class DirectAccess:
         """
         stores = tuple(store for store, _ in tables)
         n, start, index_nbytes = len(rows), -1, 4
-        if is_paired := isinstance(indices, TensorRange):
-            n, address = indices.n // 2, address_of(indices)
+        if is_paired := isinstance(indices, RowPairs):
+            n, address = indices.n, address_of(indices)
         elif (run := run_of(rows)) is not None:
             start, address = run.start, 0
         else:

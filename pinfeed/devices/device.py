@@ -41,6 +41,14 @@ class TensorRange(NamedTuple):
     n: int
 
 
+class RowPairs(NamedTuple):
+    """Rows to read, each with its place in the batch: n pairs of int32 from number ``begin`` on."""
+
+    tensor: Tensor
+    begin: int
+    n: int
+
+
 class RowCopy(NamedTuple):
     """Copy of rows between tensors on the device: ``target[into] = source[taken]``."""
 
@@ -275,7 +283,7 @@ class Device(Protocol):
         self,
         parts: Sequence[tuple[UnreadPart, Tensor]],
         stream: Any,
-        indices: Tensor | TensorRange | None = None,
+        indices: Tensor | RowPairs | None = None,
     ) -> None:
         """Queue reads of parts that the device can read directly into their tensors.
 
@@ -283,8 +291,7 @@ class Device(Protocol):
             parts: The parts, each with its tensor.
             stream: Stream of the reads.
             indices: Row indices of the parts on the device, as int64 or in the dtype of
-                ``index_dtype``; or a range of the rows to read, each followed by its place. If
-                given, all parts are these rows of stores.
+                ``index_dtype``; or pairs. If given, all parts are these rows of stores.
         """
         ...
 

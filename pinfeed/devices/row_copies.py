@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from pinfeed.devices.cuda_driver import CudaDriver, cuda_driver
-from pinfeed.devices.device import RowCopy, TensorRange
+from pinfeed.devices.device import RowCopy, RowPairs, TensorRange
 from pinfeed.devices.kernels import CudaModule
 from pinfeed.errors import described
 
@@ -73,7 +73,7 @@ OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}", f"-DN_THREADS={N_THREADS}
 """The compiler's options."""
 
 
-def address_of(numbers: TensorRange) -> int:
+def address_of(numbers: TensorRange | RowPairs) -> int:
     """Return the address of numbers on the GPU."""
     first: int = numbers.tensor.data_ptr()
     return first + 4 * numbers.begin

@@ -126,7 +126,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.batch_copies import BatchCopies, PartReads
-from pinfeed.devices.device import Device, Event, Stream, Tensor, TensorRange
+from pinfeed.devices.device import Device, Event, RowPairs, Stream, Tensor
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
@@ -631,7 +631,7 @@ class Transfer(Writer):
         for g, own, index_part, pairs in gathered.reads:
             indices = None if index_part is None else tensors[index_part]
             if pairs is not None:
-                indices = TensorRange(indices, pairs.begin, 2 * pairs.n_rows)
+                indices = RowPairs(indices, pairs.begin, pairs.n_rows)
             else:
                 batch.groups[g] = batch.groups[g]._replace(indices=indices)
             reads.append(PartReads([(parts[i], tensors[i]) for i in own], indices))

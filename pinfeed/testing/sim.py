@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
-from pinfeed.devices.device import Event, RowCopy, TensorRange
+from pinfeed.devices.device import Event, RowCopy, RowPairs, TensorRange
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.native.library import library
 from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
@@ -262,10 +262,10 @@ class SimDevice:
         self,
         parts: Sequence[tuple[UnreadPart, DeviceArray]],
         stream: SimStream,
-        indices: DeviceArray | TensorRange | None = None,
+        indices: DeviceArray | RowPairs | None = None,
     ) -> None:
         numbers = None if indices is None else _reached(stream, indices)
-        is_paired = isinstance(indices, TensorRange)
+        is_paired = isinstance(indices, RowPairs)
         for part, dst in parts:
             stream._enqueue(_reading(part, stream._reach(dst), numbers, is_paired=is_paired))
 
@@ -375,11 +375,12 @@ class SimDevice:
 
 def _reached(stream: SimStream, numbers: Any) -> Callable[[], Array]:
     """Return a function that returns a tensor, or a range of one, when the stream runs."""
-    if not isinstance(numbers, TensorRange):
+    if not isinstance(numbers, (TensorRange, RowPairs)):
         return stream._reach(numbers)
     tensor, begin, n = numbers
     reached = stream._reach(tensor)
-    return lambda: reached()[begin : begin + n]
+    end = begin + (2 * n if isinstance(numbers, RowPairs) else n)
+    return lambda: reached()[begin:end]
 
 
 def _reading(

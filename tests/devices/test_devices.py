@@ -97,7 +97,7 @@ def test_a_device_that_was_given_stays_open() -> None:
 @pytest.mark.parametrize(
     "change", [torch.conj, lambda x: x.conj().imag, torch.t], ids=["conj", "neg", "t"]
 )
-def test_tensors_that_are_not_in_memory_as_they_are_move_by_torch(change: Any) -> None:
+def test_conjugated_and_transposed_tensors_move_by_torch(change: Any) -> None:
     x = torch.zeros(2, 3, dtype=torch.complex64)
     assert cuda._is_plain(x)
     assert not cuda._is_plain(change(x))

@@ -110,7 +110,7 @@ def test_after_an_error_only_the_event_is_recorded(failing: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["read", "written"])
-def test_uploaded_row_indices_are_kept_until_their_moves_are_queued(
+def test_uploaded_indices_live_until_their_moves_are_queued(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The allocator gives the memory of a freed tensor to the next upload in its stream."""

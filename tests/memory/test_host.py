@@ -316,7 +316,7 @@ print(history)
 """,
     )
     assert (
-        "memory: anonymous unknown, file unknown, shared unknown, pinned 0 B, peak "
+        "memory of the process: anonymous unknown, file unknown, shared unknown, pinned 0 B, peak "
         in unwrapped(said)
     )
     assert "None nan True" in said

@@ -19,7 +19,7 @@ from support.schedules import SLOTS, randomly, stalling, switch
 from support.table_runs import check
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
-from pinfeed.devices.device import TensorRange
+from pinfeed.devices.device import RowPairs
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline import recent_rows
 from pinfeed.pipeline.recent_rows import RecentRows
@@ -298,8 +298,7 @@ def test_rows_in_flight_are_not_read() -> None:
         def read(self, parts: Any, stream: Any, indices: Any = None) -> None:
             nonlocal n_read
             if indices is not None:
-                is_part = isinstance(indices, TensorRange)
-                n_read += indices.n // 2 if is_part else len(indices)
+                n_read += indices.n if isinstance(indices, RowPairs) else len(indices)
             super().read(parts, stream, indices)
 
     device = Counting(lazy, direct=True)
