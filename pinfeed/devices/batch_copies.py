@@ -50,37 +50,37 @@ class RowWrites(NamedTuple):
     indices: Any = None
 
 
-def copy_batch(
-    device: Device, batch: BatchCopies, streams: tuple[Any, Any], *, timed: bool
-) -> tuple[Event | None, Event]:
-    """Do what ``Device.copy_batch`` does."""
-    compute, side = streams
-    side.wait(compute.record())  # (2) kernels may still use an earlier tensor in this memory
-    staged, layout, wholes, reads, written = batch
-    if written is not None:
-        side.wait(written)  # (13) the newest values may not be in the stores yet
-    begun = side.record(timed=True) if timed else None
-    for block, whole, (begin, end) in zip(
-        layout.blocks, wholes, layout.staged_blocks(len(staged)), strict=False
-    ):
-        shape, dtype = block.row
-        if len(block.parts) == 1:
-            ((shape, dtype, _),) = block.parts
-        else:
-            shape = (-1, *shape)
-        device.copy(staged[begin:end].view(dtype).reshape(shape), whole, side)
-    for parts, indices in reads:
-        device.read(parts, side, indices)
-    return begun, side.record(timed=timed)
+class SingleCalls:
+    """The part of a device that copies and writes batches by its other calls."""
 
+    def copy_batch(
+        self: Device, batch: BatchCopies, streams: tuple[Any, Any], *, timed: bool
+    ) -> tuple[Event | None, Event]:
+        compute, side = streams
+        side.wait(compute.record())  # (2) kernels may still use an earlier tensor in this memory
+        staged, layout, wholes, reads, written = batch
+        if written is not None:
+            side.wait(written)  # (13) the newest values may not be in the stores yet
+        begun = side.record(timed=True) if timed else None
+        for block, whole, (begin, end) in zip(
+            layout.blocks, wholes, layout.staged_blocks(len(staged)), strict=False
+        ):
+            shape, dtype = block.row
+            if len(block.parts) == 1:
+                ((shape, dtype, _),) = block.parts
+            else:
+                shape = (-1, *shape)
+            self.copy(staged[begin:end].view(dtype).reshape(shape), whole, side)
+        for parts, indices in reads:
+            self.read(parts, side, indices)
+        return begun, side.record(timed=timed)
 
-def write_batch(
-    device: Device, writes: Sequence[RowWrites], streams: tuple[Any, Any], *, timed: bool
-) -> tuple[Event | None, Event]:
-    """Do what ``Device.write_batch`` does."""
-    compute, side = streams
-    side.wait(compute.record())  # (7) the values may not be computed yet
-    begun = side.record(timed=True) if timed else None
-    for values, rows, indices in writes:
-        device.write(values, rows, side, indices)
-    return begun, side.record(timed=timed)
+    def write_batch(
+        self: Device, writes: Sequence[RowWrites], streams: tuple[Any, Any], *, timed: bool
+    ) -> tuple[Event | None, Event]:
+        compute, side = streams
+        side.wait(compute.record())  # (7) the values may not be computed yet
+        begun = side.record(timed=True) if timed else None
+        for values, rows, indices in writes:
+            self.write(values, rows, side, indices)
+        return begun, side.record(timed=timed)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
-from pinfeed.devices.device import Event, RowCopy, RowPairs, TensorRange
+from pinfeed.devices.batch_copies import SingleCalls
+from pinfeed.devices.device import RowCopy, RowPairs, TensorRange
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.host import free_host_bytes
@@ -69,7 +69,7 @@ class HostStream:
         """Do nothing, because every event is done."""
 
 
-class HostDevice:
+class HostDevice(SingleCalls):
     """The CPU.
 
     Args:
@@ -152,18 +152,11 @@ class HostDevice:
             else:
                 put_rows(out, _numbers(into), values)
 
-    def copy_batch(
-        self, batch: BatchCopies, streams: Any, *, timed: bool
-    ) -> tuple[Event | None, Event]:
-        return copy_batch(self, batch, streams, timed=timed)
-
-    def write_batch(
-        self, writes: Sequence[RowWrites], streams: Any, *, timed: bool
-    ) -> tuple[Event | None, Event]:
-        return write_batch(self, writes, streams, timed=timed)
-
     def adopts(self, part: UnreadPart) -> bool:
-        return any(getattr(part, name, None) is not None for name in ("host_value", "own_array"))
+        # This is asked for every part of every batch.
+        if getattr(part, "host_value", None) is not None:
+            return True
+        return getattr(part, "own_array", None) is not None
 
     def adopt(self, part: Any, stream: Any) -> Any:
         value = getattr(part, "host_value", None)

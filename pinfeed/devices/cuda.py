@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
+from pinfeed.devices.batch_copies import BatchCopies, RowWrites, SingleCalls
 from pinfeed.devices.cuda_direct_access import DirectAccess, is_aligned, is_in_order
 from pinfeed.devices.cuda_driver import cuda_driver
 from pinfeed.devices.cuda_streams import (
@@ -69,7 +69,7 @@ def check_gpu(index: int | None) -> int:
     return index
 
 
-class CudaDevice(DirectAccess):
+class CudaDevice(DirectAccess, SingleCalls):
     """One CUDA GPU.
 
     Args:
@@ -191,7 +191,7 @@ class CudaDevice(DirectAccess):
         self, batch: BatchCopies, streams: tuple[CudaStream, CudaStream], *, timed: bool
     ) -> tuple[Any, Any]:
         if self.engine_driver is None or timed:
-            return copy_batch(self, batch, streams, timed=timed)
+            return super().copy_batch(batch, streams, timed=timed)
         compute, side = streams
         staged, layout, wholes, reads, written = batch
         at = staged.__array_interface__["data"][0]
@@ -215,7 +215,7 @@ class CudaDevice(DirectAccess):
         # Values that no kernel can read are copied first, in the stream of the writes.
         can_read = all(is_aligned(value) for write in writes for _, value in write.values)
         if self.engine_driver is None or timed or not can_read:
-            return write_batch(self, writes, streams, timed=timed)
+            return super().write_batch(writes, streams, timed=timed)
         compute, side = streams
         moves = [
             self.move("scatter", rows, values, side, indices) for values, rows, indices in writes

@@ -96,7 +96,7 @@ class Library:
         self.count_maps = _function(holding, "pf_api_guard_count")
 
     def of_rows(self, n: int) -> RowFunctions:
-        """Return the functions for ``n`` row indices."""
+        """Return the functions for ``n`` row indices, which keep the interpreter's lock for few."""
         return self._brief_rows if n <= _BRIEF_ROWS else self._rows
 
 

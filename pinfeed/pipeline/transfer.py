@@ -622,7 +622,7 @@ class Transfer(Writer):
     def _direct_reads(
         self, gathered: Gathered, batch: HostBatch, tensors: Sequence[Tensor]
     ) -> list[PartReads]:
-        """Return the reads of the parts that the device reads itself."""
+        """Return the reads of parts by the device itself, and note row indices in their groups."""
         parts = gathered.parts
         reads = []
         if gathered.direct:

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.batch_copies import BatchCopies, RowWrites, copy_batch, write_batch
-from pinfeed.devices.device import Event, RowCopy, RowPairs, TensorRange
+from pinfeed.devices.batch_copies import SingleCalls
+from pinfeed.devices.device import RowCopy, RowPairs, TensorRange
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
 from pinfeed.native.library import library
 from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
@@ -67,7 +67,7 @@ def favour(*names: str) -> Choose:
     return lambda ready: next((name for name in ready if name in names), None)
 
 
-class SimDevice:
+class SimDevice(SingleCalls):
     """A simulated asynchronous device; a function chooses the order of its work.
 
     Args:
@@ -198,16 +198,6 @@ class SimDevice:
         source = stream._reach(src)
         target = stream._reach(dst)
         stream._enqueue(lambda: np.copyto(target(), source()))
-
-    def copy_batch(
-        self, batch: BatchCopies, streams: Any, *, timed: bool
-    ) -> tuple[Event | None, Event]:
-        return copy_batch(self, batch, streams, timed=timed)
-
-    def write_batch(
-        self, writes: Sequence[RowWrites], streams: Any, *, timed: bool
-    ) -> tuple[Event | None, Event]:
-        return write_batch(self, writes, streams, timed=timed)
 
     def copy_rows(self, copies: Sequence[RowCopy], stream: SimStream) -> None:
         reached = [

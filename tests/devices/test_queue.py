@@ -1,4 +1,4 @@
-"""What is queued for a batch, in the order that its hazards demand, also after an error."""
+"""Work of a batch is queued in the order that its hazards demand, also after an error."""
 
 import ctypes
 import weakref

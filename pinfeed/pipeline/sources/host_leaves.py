@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.pipeline.sources.source import HostBatch, copy_array
+from pinfeed.pipeline.sources.source import BRIEF_NBYTES, HostBatch, copy_array
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
@@ -43,9 +43,13 @@ class HostLeaf:
 
     def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the tensor into ``out``."""
-        from pinfeed.tensors.numpy_torch import memory_of, plain
+        from pinfeed.tensors.numpy_torch import memory_of, plain, to_torch
 
-        copy_array(memory_of(plain(self.host_value)), out)
+        if out.nbytes <= BRIEF_NBYTES:
+            copy_array(memory_of(plain(self.host_value)), out)
+            return
+        # torch copies in several threads.
+        to_torch(out).copy_(self.host_value)
 
 
 def host_batch_of(batch: Any) -> HostBatch:

@@ -87,8 +87,8 @@ class RowGroup(NamedTuple):
         return RowGroup(self.written, self.first, self.stores)
 
 
-# A copy of so many bytes takes less time than another thread needs to wake up, twice.
-_BRIEF_NBYTES = 64 << 10
+BRIEF_NBYTES = 64 << 10
+"""A copy of so many bytes takes less time than another thread needs to wake up, twice."""
 
 
 class ArrayPart:
@@ -117,7 +117,7 @@ class ArrayPart:
 
 def copy_array(array: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     """Copy an array into a contiguous one of its shape and dtype."""
-    if array.nbytes <= _BRIEF_NBYTES and array.flags.c_contiguous:
+    if array.nbytes <= BRIEF_NBYTES and array.flags.c_contiguous:
         # numpy would let another thread take the interpreter's lock.
         source, target = array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
         target.data[:] = source.data
