@@ -6,13 +6,12 @@
 | also writes them back, on a GPU | a writer, which is a native thread |
 | passes on a loader's batches | the loader's iterator and, with a GPU, a mover without threads |
 | reads otherwise | draws, a filler and a mover |
-| has several readers, or a source that calls ``host_transform`` | draws in turns |
 | trains rows that the device reads and writes itself | also a window of batches |
 | otherwise writes rows back, or has caches | also a writer and its queue |
 | writes rows that may recur | also draws that compare rows |
 | calls transforms | a filler that does so, in one thread or in several |
-| records a timeline | also a wrapper that records reads, and names calls for a GPU's profiler |
-| continues with the next epoch | draws of many epochs, and a filler for each |
+| records a timeline | also a filler that records reads, and names calls for a GPU's profiler |
+| continues with the next epoch | draws of many epochs |
 """
 
 from __future__ import annotations
@@ -20,38 +19,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.devices.device import Device, Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
-from pinfeed.pipeline.draws import (
-    BatchDraws,
-    ComparedDraws,
-    Draws,
-    Mover,
-    SharedDraws,
-    Thunks,
-    close_unless_running,
-)
 from pinfeed.pipeline.engine_loop import EngineLoop
 from pinfeed.pipeline.engine_writes import are_in_memory
-from pinfeed.pipeline.epochs_ahead import EpochsAhead
-from pinfeed.pipeline.filler import Filler, TransformingFiller
+from pinfeed.pipeline.filler import (
+    ComparedDraws,
+    Draws,
+    Filler,
+    Mover,
+    Thunks,
+    TransformingFiller,
+    close_unless_running,
+)
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
 from pinfeed.pipeline.loader_loop import LoaderLoop, MovingLoaderLoop
-from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
-from pinfeed.pipeline.loop_threads import LoopThreads, call_named
+from pinfeed.pipeline.loop import Loop, LoopParts
+from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
-from pinfeed.pipeline.prefetch_loop import PrefetchLoop
+from pinfeed.pipeline.prefetch_loop import EpochsAhead, FillParts, PrefetchLoop, SynchronousLoop
+from pinfeed.pipeline.recorded_filler import RecordedFiller, name_calls
 from pinfeed.pipeline.row_window import RowWindow, WindowWrites
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import DeviceSlot, Slot
+from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.loader_source import LoaderSource
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
@@ -59,7 +56,6 @@ from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites, WriteQueue
 from pinfeed.pipeline.writer import Writer
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Sequential, Shuffled
 from pinfeed.stores.host_rows import memory_rows_of
@@ -67,7 +63,6 @@ from pinfeed.stores.host_rows import memory_rows_of
 if TYPE_CHECKING:
     from pinfeed.native.memory_rows import MemoryRows
 
-Fill = Callable[[Slot, int], Slot | None]
 Lend = Callable[[Slot], deque[list[Tensor]]]
 
 
@@ -115,7 +110,6 @@ def _fill_parts(
     continuous: bool,
 ) -> FillParts:
     """Return the parts of a loop whose slots are filled by calls in Python."""
-    first = position.batch
     begin = (position.epoch, position.batch, position.checksum)
     epochs = None
     # Reader threads iterate over the batches, one at a time.
@@ -127,20 +121,29 @@ def _fill_parts(
     moves, writer, open_writes = _write_parts(mover, source, schedule)
     opened = contextlib.ExitStack()
     thunks = _in_context(opened, source, thunks)
-    draws = _compared(_draws(mover, thunks, schedule, transforms), moves, writer, first, schedule)
+    # The source calls ``host_transform``, unless the loop reads the rows for it.
+    host = transforms.host if transforms.gather is None else None
+    draws = _compared(Draws(mover, thunks, schedule.n_readers, host), moves, writer, schedule)
     opened.callback(draws.close)
-    filler = Filler(mover, draws, moves.fill, first, schedule)
+    timeline = mover.counters.timeline
     lend = moves.lend
     if transforms:
-        filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
-        filler.transforms_in_fill = _reads_quickly(mover, source, schedule, transforms)
+        in_fill = timeline is None and _reads_quickly(source, schedule, transforms)
+        filler: Filler = TransformingFiller(
+            mover, draws, moves.fill, schedule, transforms, in_fill=in_fill
+        )
         lend = functools.partial(_lend_transformed, mover.counters, lend)
+    else:
+        filler = Filler(mover, draws, moves.fill)
+    if timeline is not None:
+        filler = RecordedFiller(filler, timeline, mover.device, position.epoch)
     parts = FillParts(
         mover=mover,
         close=functools.partial(_close, source, opened),
-        first=first,
+        first=position.batch,
+        epoch=position.epoch,
         schedule=schedule,
-        fill=filler.fill,
+        filler=filler,
         lend=lend,
         stop=functools.partial(_stop, source, filler.stop),
         quiesce=moves.quiesce,
@@ -151,117 +154,19 @@ def _fill_parts(
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
-    if transforms:
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
-        parts.context = modes_of_a_new_thread
-    _fill_by(parts, filler, transforms, first)
-    if mover.counters.timeline is not None and not mover.device.unified:
-        _name_calls_of_loop(parts)
-    if epochs is not None:
-        epochs.fill_epoch = functools.partial(_fill_epoch, parts, filler, transforms)
+    if timeline is not None and not mover.device.unified:
+        name_calls(parts)
     return parts
 
 
-def _reads_quickly(
-    mover: Mover, source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms
-) -> bool:
+def _reads_quickly(source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms) -> bool:
     """Return whether rows for ``host_transform`` are read faster than another thread wakes up."""
     return (
         transforms.gather is not None
-        and mover.counters.timeline is None
         and schedule.n_readers == schedule.n_transform_threads == 1
         and isinstance(source, RowSource)
         and all(memory_rows_of(store) is not None for store in source.stores)
     )
-
-
-def _fill_by(
-    parts: FillParts, filler: Filler, transforms: LoopTransforms, first: int, turn: int = 0
-) -> None:
-    """Make later calls fill the slots of a loop by ``filler``.
-
-    Args:
-        parts: Parts of the loop.
-        filler: Filler of an epoch.
-        transforms: The transforms.
-        first: Number of the first batch.
-        turn: Number of the call for this batch.
-    """
-    timeline = parts.mover.counters.timeline
-    parts.fill = filler.fill
-    if timeline is not None:
-        parts.fill = functools.partial(_fill_recorded, timeline, filler.fill)
-    if isinstance(filler, TransformingFiller):
-        _add_transforms(parts, filler, transforms)
-    if timeline is not None and not parts.mover.device.unified:
-        _name_calls(parts, first, turn)
-
-
-def _fill_epoch(
-    parts: FillParts,
-    filler: Filler,
-    transforms: LoopTransforms,
-    epoch: int,
-    turn: int,
-    n_ahead: int,
-) -> None:
-    """Make later calls fill the slots of a continuous loop with another epoch.
-
-    Args:
-        parts: Parts of the loop.
-        filler: Filler of the first epoch.
-        transforms: The transforms.
-        epoch: Number of the epoch.
-        turn: Number of the first of these calls.
-        n_ahead: Number of epochs until the loop receives this one.
-    """
-    _fill_by(parts, filler.of_epoch(epoch, turn), transforms, 0, turn)
-    timeline = parts.mover.counters.timeline
-    if timeline is not None:
-        loop = timeline.loop + n_ahead
-        parts.fill = functools.partial(_recorded_for, timeline, loop, parts.fill)
-        if parts.transform is not None:
-            parts.transform = functools.partial(_recorded_for, timeline, loop, parts.transform)
-        if (transform := parts.transform_on_device) is not None:
-            parts.transform_on_device = functools.partial(_recorded_for, timeline, loop, transform)
-
-
-def _recorded_for(timeline: Timeline, loop: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call ``fn(slot, ...)``, and record the spans of the slot for a loop that begins later."""
-    if isinstance(args[0], DeviceSlot):
-        args[0].context = functools.partial(timeline.work_for, loop)
-    try:
-        with timeline.work_for(loop):
-            return fn(*args)
-    finally:
-        # For the same reason as in call_named.
-        del fn, args
-
-
-def _add_transforms(
-    parts: FillParts, filler: TransformingFiller, transforms: LoopTransforms
-) -> None:
-    """Add the calls of the transforms, unless the source makes all of them."""
-    if not transforms.are_called_in_loop:
-        return
-    is_unified = parts.mover.device.unified
-    if not is_unified and transforms.gather is None:
-        # The loop calls ``device_transform`` when it queues the copies.
-        return
-    if filler.transforms_in_fill:
-        if transforms.device is not None and is_unified:
-            parts.n_transform_threads = 1
-            parts.transform = filler.transform_on_device
-        return
-    parts.n_transform_threads = 1
-    parts.transform = filler.transform if is_unified else filler.transform_on_host
-    # The source calls ``host_transform`` in reader threads, unless the loop reads the rows for it.
-    if parts.schedule.n_transform_threads > 1 and transforms.gather is not None:
-        parts.n_transform_threads = parts.schedule.n_transform_threads
-        parts.transform = filler.transform_on_host
-        if transforms.device is not None and is_unified:
-            parts.transform_on_device = filler.transform_on_device
 
 
 def _rows_mover(
@@ -378,23 +283,9 @@ def _loader_loop(
     return make(parts, source, batches)
 
 
-def _draws(
-    mover: Mover,
-    thunks: Thunks,
-    schedule: PrefetchSchedule,
-    transforms: LoopTransforms,
-) -> Draws:
-    """Return the draws of a loop."""
-    # The source calls ``host_transform``, unless the loop reads the rows for it.
-    host = transforms.host if transforms.gather is None else None
-    if host is not None or schedule.n_readers > 1:
-        return SharedDraws(mover, thunks, schedule.n_readers, host)
-    return Draws(mover, thunks)
-
-
 def _compared(
-    draws: Draws, moves: Any, writer: Writer | None, first: int, schedule: PrefetchSchedule
-) -> BatchDraws:
+    draws: Draws, moves: Any, writer: Writer | None, schedule: PrefetchSchedule
+) -> Draws | ComparedDraws:
     """Return draws that find the rows which batches share, if their values may be written."""
     # Batches share no written rows without writes, or if every row of an epoch is distinct.
     if writer is None or not (schedule.writes and schedule.repeats):
@@ -403,7 +294,7 @@ def _compared(
     # Nothing is in flight in an empty window.
     if in_window and not schedule.depth:
         return draws
-    return ComparedDraws(draws, writer, first, schedule, finds_unread=in_window)
+    return ComparedDraws(draws, writer, schedule, finds_unread=in_window)
 
 
 def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:
@@ -431,62 +322,3 @@ def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[
     counters.counts.host_transform_s += slot.host_transform_s
     counters.counts.device_transform_s += slot.device_transform_s
     return tensors
-
-
-def _fill_recorded(timeline: Timeline, fill: Fill, slot: Slot, turn: int) -> Slot | None:
-    """Fill a slot, and record the time in which a reader has read its rows."""
-    filled = fill(slot, turn)
-    if filled is not None and filled.batch is not None:
-        n_batches = len(filled.batch.batches)
-        if filled.rows is not None:
-            begin_s, end_s = (
-                filled.source_done_s - filled.source_s,
-                filled.source_done_s + filled.rows_s,
-            )
-        else:
-            end_s = filled.ready_s
-            begin_s = end_s - filled.host_transform_s - filled.read_s
-        timeline.add("read", filled.number, begin_s, end_s, n_batches)
-    return filled
-
-
-def _name_calls(parts: FillParts, first: int, first_turn: int) -> None:
-    """Mark the calls that fill slots for the profiler of a GPU, for example as ``pinfeed read 12``.
-
-    Args:
-        parts: Parts of the loop.
-        first: Number of the first batch.
-        first_turn: Number of the call for this batch.
-    """
-    step = parts.schedule.batches_per_slot
-    named = functools.partial(functools.partial, _call_numbered, parts.mover.device)
-
-    def of_turn(slot: Any, turn: int) -> int:
-        return first + (turn - first_turn) * step
-
-    parts.fill = named("read", of_turn, parts.fill)
-    if parts.transform is not None:
-        parts.transform = named("transform", _of_slot, parts.transform)
-
-
-def _name_calls_of_loop(parts: FillParts) -> None:
-    """Mark the other calls of a loop in the same way."""
-    named = functools.partial(functools.partial, _call_numbered, parts.mover.device)
-    numbers = itertools.count(parts.first, parts.schedule.batches_per_slot)
-    parts.is_named = True
-    parts.lend = named("lend", _of_slot, parts.lend)
-    parts.wait = named("wait", lambda filled: next(numbers), parts.wait)
-
-
-def _of_slot(slot: Slot) -> int:
-    return slot.number
-
-
-def _call_numbered(
-    device: Device, lane: str, number: Callable[..., int], fn: Callable[..., Any], *args: Any
-) -> Any:
-    try:
-        return call_named(device, f"{lane} {number(*args)}", fn, *args)
-    finally:
-        # For the same reason as in call_named.
-        del fn, args

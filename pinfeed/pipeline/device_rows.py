@@ -20,9 +20,8 @@ from pinfeed.native.driver import Driver
 from pinfeed.native.engine import Engine, Staged
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.native.row_moves import RowMoves, StagedIndices
-from pinfeed.pipeline.job_memory import JobMemory, JobParts
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import DeviceSlot
+from pinfeed.pipeline.slot import DeviceSlot, JobMemory, JobParts
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.rows.orders import Rows

@@ -24,9 +24,8 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.engine_writes import EngineWrites
 from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.job_memory import JobParts
 from pinfeed.pipeline.loop import Loop, LoopParts
-from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.slot import JobParts, Slot
 from pinfeed.pipeline.sources.row_source import GROUP_DEFAULTS, RowSource, new_row_group
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.timeline import Timeline
@@ -106,8 +105,8 @@ class EngineLoop(Loop):
         if self._parts.schedule.depth:
             n_threads = max(1, min(len(os.sched_getaffinity(0)) - 1, mover.most_threads))
             if self._draws_ahead:
-                self.threads.start_readers()
-                self._drawn = self.threads.reader.submit(self._draw_span)
+                (self._reader,) = self.threads.start_readers()
+                self._drawn = self._reader.submit(self._draw_span)
                 self._take_span = self._take_drawn
         n_slots = len(self._free)
         # Bytes that the threads gather for a slot.
@@ -233,7 +232,7 @@ class EngineLoop(Loop):
         """Return the span that the reader thread has drawn, and let it draw the next one."""
         span = self._drawn.result()
         if span is not None:
-            self._drawn = self.threads.reader.submit(self._draw_span)
+            self._drawn = self._reader.submit(self._draw_span)
         return span
 
     def _forget_slots(self) -> None:

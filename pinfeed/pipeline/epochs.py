@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -338,13 +337,12 @@ class EpochRunner:
             if self._last_loop.resume(schedule, position.epoch, position.batch):
                 return self._until_epoch_ends(batches)
             batches.close()
-        transforms = dataclasses.replace(self._transforms, epoch=position.epoch)
         self._last_loop = make_loop(
             self._transfer,
             self.source,
             position,
             schedule,
-            transforms,
+            self._transforms,
             continuous=self._continuous,
         )
         self._last_loop.finish_step = self.finish_step

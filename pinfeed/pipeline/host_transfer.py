@@ -19,10 +19,9 @@ from pinfeed.devices.device import Tensor
 from pinfeed.devices.layout import RowLayout
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.pipeline.job_memory import JobMemory
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.slot import JobMemory, Slot
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.profiling.counters import Counters
 from pinfeed.rows.orders import Rows
@@ -81,7 +80,7 @@ class HostTransfer:
         if self.is_stopping:
             raise Cancelled
 
-    def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
+    def fill(self, slot: Slot, batch: HostBatch) -> Slot:
         """Gather a batch, with a tensor for each part (reader; one thread per slot).
 
         A part that is a tensor already is not copied.
@@ -89,7 +88,6 @@ class HostTransfer:
         Args:
             slot: The slot.
             batch: Batch to gather, or several batches.
-            number: Number of the first batch.
 
         Raises:
             Cancelled: If ``stop`` was called.
@@ -103,7 +101,6 @@ class HostTransfer:
             else:
                 part.read(out, self.check_stop)
                 tensors.append(self._wrap(out))
-        slot.number = number
         slot.batch = batch
         slot.tensors = tensors
         slot.batch_tensors = (

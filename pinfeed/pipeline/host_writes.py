@@ -38,10 +38,10 @@ class HostWrites(Writer):
             # Every batch that is not lent yet has seen these writes.
             self.log.forget(min(slot.seen for slot in self._transfer.active_slots))
 
-    def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
+    def fill(self, slot: Slot, batch: HostBatch) -> Slot:
         """Gather a batch, as ``HostTransfer.fill`` does (reader)."""
         slot.seen = self.log.completed
-        return self._transfer.fill(slot, batch, number)
+        return self._transfer.fill(slot, batch)
 
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
         """Return the tensors of the slot's batch, with newer values and cached rows (consumer)."""

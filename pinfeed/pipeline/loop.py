@@ -1,4 +1,4 @@
-"""Loop: one loop over a source, from its first batch to its end; SynchronousLoop: without threads.
+"""Loop: one loop over a source, from its first batch to its end.
 
 A loop consists of what it needs, chosen when it begins: draws, a filler and a mover, and if it
 writes rows back also a writer and its queue. However the loop ends, the ``finally`` of its
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
-import operator
 import threading
 import weakref
 from collections import deque
@@ -24,8 +22,7 @@ from pinfeed.errors import ClosedError
 from pinfeed.memory import page_locked
 from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
-from pinfeed.pipeline.draws import Mover
-from pinfeed.pipeline.epochs_ahead import EpochsAhead
+from pinfeed.pipeline.filler import Mover
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -33,7 +30,6 @@ from pinfeed.pipeline.slot import Slot, raise_kept
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
 from pinfeed.pipeline.write_queue import LoopWrites
-from pinfeed.threads.call import Pending
 from pinfeed.threads.exit import exit_hook
 
 L = TypeVar("L", bound=LentBatch)
@@ -69,39 +65,6 @@ class LoopParts:
     """Returns the write-backs of the loop, given its threads; None for a loop without any."""
     is_named: bool = False
     """Whether a profiler of the device should show each write-back under a name."""
-
-
-@dataclass(kw_only=True)
-class FillParts(LoopParts):
-    """The same for a loop whose slots are filled by calls in Python."""
-
-    mover: Mover
-    fill: Callable[[Slot, int], Slot | None]
-    """Fills a slot, given the number of the call."""
-    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Context in which a loop without threads makes these calls, as its threads would."""
-    reserve: Callable[[Slot], object] | None = None
-    """Makes a slot ready for ``fill``; None if nothing has to be done."""
-    queue: Callable[[Slot], object] | None = None
-    """Queues the copies of a full slot to the device; None if batches are in host memory."""
-    transform: Callable[[Slot], object] | None = None
-    """Calls the transforms on the batch of a full slot, in threads of its own; None for none.
-
-    If these threads are several, the function calls ``host_transform`` only.
-    """
-    n_transform_threads: int = 0
-    """Number of threads that call ``transform``."""
-    transform_on_device: Callable[[Slot], object] | None = None
-    """Calls ``device_transform`` on the CPU after ``transform``, in a thread of its own.
-
-    None if ``transform`` or ``queue`` does so, or if there is none.
-    """
-    wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
-    """Waits for the last call for a slot."""
-    may_help: bool = False
-    """Whether the thread of the loop may fill a slot that no reader thread has begun to fill."""
-    epochs: EpochsAhead | None = None
-    """Epochs that the loop continues with; None if it ends after its epoch."""
 
 
 class Loop:
@@ -328,35 +291,3 @@ class Loop:
             threading.Thread(target=self.end, name="pinfeed-end").start()
         else:
             self.end()
-
-
-class SynchronousLoop(Loop):
-    """The loop without threads: it draws each batch, gathers it and lends it.
-
-    Args:
-        parts: Mover, draws and functions of the loop.
-    """
-
-    _parts: FillParts
-
-    def __init__(self, parts: FillParts) -> None:
-        super().__init__(parts)
-        # This loop has a single slot, which it fills again and again.
-        self._free = deque(self._free, maxlen=1)
-
-    def _slots(self) -> Callable[[], Slot | None]:
-        fill = functools.partial(self._fill, self._free[0])
-        return map(fill, itertools.count()).__next__
-
-    def _fill(self, slot: Slot, turn: int) -> Slot | None:
-        parts = self._parts
-        if parts.reserve is not None:
-            parts.reserve(slot)
-        with parts.context():
-            filled = parts.fill(slot, turn)
-            for transform in (parts.transform, parts.transform_on_device):
-                if filled is not None and transform is not None:
-                    transform(filled)
-        if filled is not None and parts.queue is not None:
-            parts.queue(filled)
-        return filled

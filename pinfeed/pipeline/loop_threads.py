@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pinfeed.devices.device import Device
@@ -32,7 +32,7 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and the writer thread of one loop.
 
-    ``start_readers`` starts the reader threads and the transform threads. The writer thread starts
+    ``start_readers`` starts the reader threads and those of transforms. The writer thread starts
     with the first write-back, and may have helpers. At depth 0, a loop has no threads, and the
     caller makes every call itself.
 
@@ -40,12 +40,6 @@ class LoopThreads:
         device: Device that makes the threads.
         schedule: Depth of the loop, and number of reader threads.
         is_named: Whether a profiler of the device should show each call under a name.
-
-    Attributes:
-        reader: Threads that fill slots; ``start_readers`` sets this and the next two.
-        transformer: Thread that calls transforms, or threads that call ``host_transform``.
-        device_transformer: Thread that calls ``device_transform`` if others call
-            ``host_transform``.
     """
 
     def __init__(
@@ -75,24 +69,16 @@ class LoopThreads:
         # Threads that help the writer.
         self._helpers: Workers | None = None
 
-    def start_readers(
-        self, *, n_transform_threads: int = 0, transforms_on_device: bool = False
-    ) -> None:
-        """Start the reader threads.
+    def start_readers(self, step_threads: Iterable[int] = ()) -> list[Workers]:
+        """Start the reader threads, and threads for each step after them, and return them.
 
         Args:
-            n_transform_threads: Number of transform threads to start, too.
-            transforms_on_device: Whether to start another thread for ``device_transform``.
+            step_threads: Number of threads of each step, of at most two.
         """
-        self.reader = self._started_reader("pinfeed-read", self._schedule.n_readers)
-        if n_transform_threads:
-            self.transformer = self._started_reader("pinfeed-transform", n_transform_threads)
-        if transforms_on_device:
-            self.device_transformer = self._started_reader("pinfeed-device-transform", 1)
-
-    def _started_reader(self, name: str, n_threads: int) -> Workers:
-        self._readers.append(self._device.worker(name, n_threads))
-        return self._readers[-1]
+        names = ("pinfeed-read", "pinfeed-transform", "pinfeed-device-transform")
+        for name, n_threads in zip(names, (self._schedule.n_readers, *step_threads), strict=False):
+            self._readers.append(self._device.worker(name, n_threads))
+        return self._readers
 
     def write_now(self, batch: int, fn: Callable[..., Any], *args: Any) -> None:
         """Call ``fn(*args)`` for a batch in this thread."""

@@ -69,8 +69,6 @@ class LoopTransforms:
     """``device_transform``; None if the user gave none."""
     gather: HostTransfer | None = None
     """Reads the rows for ``host``; None if the source calls ``host``, and not the loop."""
-    epoch: int = 0
-    """Number of the running epoch."""
 
     def __bool__(self) -> bool:
         return self.host is not None or self.device is not None
@@ -119,31 +117,33 @@ class LoopTransforms:
             return dataclasses.replace(plan, notes=(*plan.notes, note))
         return dataclasses.replace(plan, items=(*plan.items, *items))
 
-    def on_device(self, tensors: Sequence[Tensor], number: int) -> Callable[[Any], Any]:
+    def on_device(self, tensors: Sequence[Tensor], epoch: int, number: int) -> Callable[[Any], Any]:
         """Return a function that calls ``device`` on a batch in the user's structure.
 
         Args:
             tensors: Tensors of the batch.
+            epoch: Number of the epoch.
             number: Number of the batch.
         """
         from pinfeed.tensors.transform_calls import memory_blocks_of
 
         assert self.device is not None
         given = memory_blocks_of(tensors)
-        return functools.partial(self.device, epoch=self.epoch, number=number, given=given)
+        return functools.partial(self.device, epoch=epoch, number=number, given=given)
 
-    def on_rows(self, rows: Any, batch: HostBatch, number: int) -> HostBatch:
+    def on_rows(self, rows: Any, batch: HostBatch, epoch: int, number: int) -> HostBatch:
         """Return the batch that ``host`` makes from the rows of a batch.
 
         Args:
             rows: The rows on the host, in the structure of their source.
             batch: The batch of these rows.
+            epoch: Number of the epoch.
             number: Number of the batch.
         """
         from pinfeed.tensors.transform_calls import memory_blocks_of
 
         assert self.host is not None
-        load = host_batch_of(self.host(rows, self.epoch, number, memory_blocks_of(rows)))
+        load = host_batch_of(self.host(rows, epoch, number, memory_blocks_of(rows)))
         load.batches = batch.batches
         # The loop receives the row indices, but cannot write the rows back.
         load.groups = [RowGroup(group.rows, 0, ()) for group in batch.groups]

@@ -1,31 +1,99 @@
-"""PrefetchLoop: a loop whose next batches reader threads fill.
+"""SynchronousLoop and PrefetchLoop: loops whose slots a Filler fills; EpochsAhead: their epochs.
 
-A loop is a deque of calls that reader threads make. The results of these calls carry the order,
-back-pressure, the end of the data, and errors with their tracebacks.
+The thread of a SynchronousLoop fills its only slot. A PrefetchLoop is a deque of calls that reader
+threads make. The results of these calls carry the order, back-pressure, the end of the data, and
+errors with their tracebacks.
+
+A continuous loop reads the next epoch before it ends one. Its draws and threads stay, and turns are
+numbered on. In the turn after an epoch's last slot, the source ends the epoch and opens the next
+one. Thus one epoch of the source is open at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.pipeline.loop import FillParts, Loop
+from pinfeed.pipeline.filler import Filler, Mover, Thunks
+from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.source import Cancelled
-from pinfeed.threads.call import Call, Pending
+from pinfeed.pipeline.sources.source import Cancelled, Source
+from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.pool import ThreadPool
+
+
+@dataclass(kw_only=True)
+class FillParts(LoopParts):
+    """The parts of a loop whose slots a Filler fills."""
+
+    mover: Mover
+    filler: Filler
+    epoch: int
+    """Number of the first epoch."""
+    reserve: Callable[[Slot], object] | None = None
+    """Makes a slot ready to be filled; None if nothing has to be done."""
+    queue: Callable[[Slot], object] | None = None
+    """Queues the copies of a full slot to the device; None if batches are in host memory."""
+    wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
+    """Waits for the last call for a slot."""
+    may_help: bool = False
+    """Whether the thread of the loop may fill a slot that no reader thread has begun to fill."""
+    epochs: EpochsAhead | None = None
+    """Epochs that the loop continues with; None if it ends after its epoch."""
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield turn, epoch, and number of the first batch of each use of a slot."""
+        if self.epochs is not None:
+            return self.epochs.places()
+        numbers = itertools.count(self.first, self.schedule.batches_per_slot)
+        return zip(itertools.count(), itertools.repeat(self.epoch), numbers, strict=False)
+
+
+class SynchronousLoop(Loop):
+    """The loop without threads: it draws each batch, gathers it and lends it.
+
+    Args:
+        parts: Mover, filler and functions of the loop.
+    """
+
+    _parts: FillParts
+
+    def __init__(self, parts: FillParts) -> None:
+        super().__init__(parts)
+        # This loop has a single slot, which it fills again and again.
+        self._free = deque(self._free, maxlen=1)
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        return functools.partial(self._fill, self._free[0], self._parts.places())
+
+    def _fill(self, slot: Slot, places: Iterator[tuple[int, int, int]]) -> Slot | None:
+        parts = self._parts
+        if parts.reserve is not None:
+            parts.reserve(slot)
+        slot.turn, slot.epoch, slot.number = next(places)
+        with parts.filler.context():
+            filled = parts.filler.fill(slot)
+            if filled is None:
+                return None
+            for step in parts.filler.steps:
+                step.function(filled)
+        if parts.queue is not None:
+            parts.queue(filled)
+        return filled
 
 
 class PrefetchLoop(Loop):
     """A loop that prefetches.
 
     Args:
-        parts: Mover, draws and functions of the loop.
+        parts: Mover, filler and functions of the loop.
     """
 
     _parts: FillParts
@@ -33,7 +101,7 @@ class PrefetchLoop(Loop):
     def __init__(self, parts: FillParts) -> None:
         super().__init__(parts)
         self.keeps_last = parts.mover.device.unified
-        self._turns: Iterator[int] = itertools.count()
+        self._places = parts.places()
         # Slots that are being filled or are full, in the order of their batches.
         self._filling: deque[Pending[Slot | None]] = deque()
         # Number of the first of these whose copies to the device are queued.
@@ -41,14 +109,21 @@ class PrefetchLoop(Loop):
         # The call that this thread has finished last.
         self._helped: list[Call[Slot | None]] = []
         self._result: Callable[[Any], Slot | None] = parts.wait
+        # Threads for each step after the fill.
+        self._steps: list[tuple[Workers, Callable[[Slot], object]]] = []
 
     def _slots(self) -> Callable[[], Slot | None]:
-        self._start_readers()
-        epochs = self._parts.epochs
-        if epochs is None:
+        parts = self._parts
+        steps = parts.filler.steps
+        reader, *others = self.threads.start_readers(step.n_threads for step in steps)
+        self._submit = reader.submit
+        self._steps = [(pool, step.function) for pool, step in zip(others, steps, strict=True)]
+        if parts.may_help and isinstance(reader, ThreadPool):
+            # Waking a reader thread takes longer than filling a small slot.
+            self._result = self._finish
+        if parts.epochs is None:
             return self._next_prefetched
-        self._turns = epochs.turns()
-        return functools.partial(epochs.next_slot, self._next_prefetched)
+        return functools.partial(parts.epochs.next_slot, self._next_prefetched)
 
     @property
     def is_continuous(self) -> bool:
@@ -79,18 +154,6 @@ class PrefetchLoop(Loop):
         self.is_between_epochs = True
         return True
 
-    def _start_readers(self) -> None:
-        """Start the reader threads, which ``end`` joins."""
-        parts = self._parts
-        self.threads.start_readers(
-            n_transform_threads=parts.n_transform_threads,
-            transforms_on_device=parts.transform_on_device is not None,
-        )
-        self._submit = self.threads.reader.submit
-        if parts.may_help and isinstance(self.threads.reader, ThreadPool):
-            # Waking a reader thread takes longer than filling a small slot.
-            self._result = self._finish
-
     def _finish(self, filled: Call[Slot | None]) -> Slot | None:
         """Fill a slot in this thread, unless a reader thread has begun to."""
         self._helped[:] = (filled,)
@@ -111,14 +174,10 @@ class PrefetchLoop(Loop):
             slot = self._free.popleft()
             if parts.reserve is not None:
                 parts.reserve(slot)
-            # The first turn of an epoch changes the parts.
-            turn = next(self._turns)
-            filled = self._submit(parts.fill, slot, turn)
-            if parts.transform is not None:
-                threads = self.threads
-                filled = threads.transformer.submit(apply, parts.transform, filled)
-                if (transform := parts.transform_on_device) is not None:
-                    filled = threads.device_transformer.submit(apply, transform, filled)
+            slot.turn, slot.epoch, slot.number = next(self._places)
+            filled = self._submit(parts.filler.fill, slot)
+            for pool, function in self._steps:
+                filled = pool.submit(_apply, function, filled)
             self._filling.append(filled)
         filled_slot = self._result(self._filling.popleft())
         if parts.queue is not None and filled_slot is not None:
@@ -142,7 +201,7 @@ class PrefetchLoop(Loop):
             self._n_queued += 1
 
 
-def apply(function: Callable[[Slot], object], pending: Pending[Slot | None]) -> Slot | None:
+def _apply(function: Callable[[Slot], object], pending: Pending[Slot | None]) -> Slot | None:
     """Call a function on the slot that another call returns, if any, and return the slot."""
     try:
         slot = pending.result()
@@ -153,3 +212,87 @@ def apply(function: Callable[[Slot], object], pending: Pending[Slot | None]) -> 
     if slot is not None:
         function(slot)
     return slot
+
+
+class EpochsAhead:
+    """Epochs of a loop that reads the first batches of the next epoch before it ends one.
+
+    Args:
+        source: Source of the batches.
+        first: Epoch, first batch, and checksum of the batches before it.
+        schedule: Schedule of the loop.
+    """
+
+    def __init__(
+        self, source: Source, first: tuple[int, int, int], schedule: PrefetchSchedule
+    ) -> None:
+        self._source = source
+        self._batches_per_slot = schedule.batches_per_slot
+        self._first = first
+        # The epoch that the loop receives.
+        self._received = first[0]
+        # Slots that the loop has not received yet, of its epoch and of each later one.
+        self._n_left = deque([self._n_slots(*first[:2])])
+        # Later epochs that the readers have not opened yet.
+        self._to_open: deque[int] = deque()
+        # Version of the rows when a reader opened a later epoch.
+        self._versions: dict[int, object] = {}
+
+    def thunks(self) -> Thunks:
+        """Yield the batches of all epochs, which readers take in the order of their turns."""
+        yield from self._source.epoch(*self._first, self._batches_per_slot)
+        while self._to_open:
+            epoch = self._to_open.popleft()
+            self._versions[epoch] = self._source.rows_version()
+            yield from self._source.epoch(epoch, 0, 0, self._batches_per_slot)
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the places of slots, as ``FillParts.places`` does, and begin epochs (consumer)."""
+        turns = itertools.count()
+        epoch, begin, _ = self._first
+        n_slots = self._n_slots(epoch, begin)
+        while n_slots:
+            for i in range(n_slots):
+                yield next(turns), epoch, begin + i * self._batches_per_slot
+            epoch, begin = epoch + 1, 0
+            n_slots = self._n_slots(epoch, 0)
+            if not (n_slots and self._source.may_open_ahead):
+                break
+            self._n_left.append(n_slots)
+            self._to_open.append(epoch)
+        # These calls find that the epoch has ended.
+        yield from zip(turns, itertools.repeat(epoch), itertools.repeat(0), strict=False)
+
+    def next_slot(self, next_slot: Callable[[], Slot | None]) -> Slot | None:
+        """Return the next slot of the epoch, or None after its last one (consumer)."""
+        if not self._n_left[0]:
+            return None
+        self._n_left[0] -= 1
+        return next_slot()
+
+    @property
+    def has_read_ahead(self) -> bool:
+        """Whether the epoch has ended, and readers fill slots with a later one."""
+        return len(self._n_left) > 1 and not self._n_left[0]
+
+    def is_next(self, epoch: int) -> bool:
+        """Return whether an epoch is the next one, and its rows have not changed (consumer).
+
+        Args:
+            epoch: Number of the epoch.
+        """
+        if epoch != self._received + 1:
+            return False
+        # A reader may have opened the previous epoch late, after this function was called for it.
+        self._versions.pop(self._received, None)
+        # No rows were read yet if no reader has opened the epoch.
+        version = self._versions.pop(epoch, None)
+        return version is None or version == self._source.rows_version()
+
+    def begin_next(self) -> None:
+        """Note that the loop receives the next epoch from now on (consumer)."""
+        self._received += 1
+        self._n_left.popleft()
+
+    def _n_slots(self, epoch: int, batch: int) -> int:
+        return -(-(self._source.n_batches(epoch) - batch) // self._batches_per_slot)

@@ -1,4 +1,7 @@
-"""Slot: what a reader hands to the loop; DeviceSlot: a slot with buffers of a device."""
+"""Slot: what a reader hands to the loop; DeviceSlot: a slot with buffers of a device.
+
+JobParts and JobMemory: what an engine gathers for a slot, and the memory of its batches.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from pinfeed.devices.device import Event, Stream, Tensor
+from pinfeed.devices.layout import BatchPart, RowLayout
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.native.row_moves import StagedIndices
 from pinfeed.pipeline.part_memory import Staging
 from pinfeed.pipeline.sources.source import HostBatch
 
@@ -20,8 +28,12 @@ class Slot:
     A reader fills it, the consumer lends its batches and then reserves it again.
     """
 
+    turn: int = 0
+    """Number of this use of a slot in the loop, in which threads take their turns."""
+    epoch: int = 0
+    """Number of the epoch of the batches."""
     number: int = 0
-    """Number of the first batch."""
+    """Number of the first batch in its epoch."""
     batch: HostBatch | None = None
     """The batches on the host; None when they are lent."""
     tensors: list[Tensor] = field(default_factory=list)
@@ -111,3 +123,42 @@ def raise_kept(slot: Slot) -> NoReturn:
     finally:
         # The error's traceback keeps this frame, which must not keep the error.
         del error
+
+
+RowType = tuple[tuple[int, ...], np.dtype[Any]]
+"""Shape and dtype of a row."""
+
+
+class JobParts(NamedTuple):
+    """The parts of a job, of which each has something for every row."""
+
+    sources: Sequence[MemoryRows | StagedIndices]
+    """Rows or row indices that the engine gathers."""
+    row_types: Sequence[RowType]
+    """Rows of each source, and then of each store that the device reads itself."""
+    places: Sequence[int] | None = None
+    """Position of each store's rows among these; None if they are the rows of the stores."""
+
+    def layout(self, n: int) -> RowLayout:
+        """Return the layout of ``n`` rows."""
+        return RowLayout.of([BatchPart.of((n, *shape), dtype) for shape, dtype in self.row_types])
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes that the engine gathers for each row."""
+        return sum(source.row_nbytes for source in self.sources)
+
+
+class JobMemory(NamedTuple):
+    """Memory of the batches of one job."""
+
+    tensors: deque[list[Tensor]]
+    """Tensors of each batch."""
+    outs: Sequence[int]
+    """Places of the rows of each source; see ``Engine.submit``."""
+    owner: object
+    """Object that keeps the memory alive."""
+    devices: Sequence[int] = ()
+    """Address of the rows of each source on the device."""
+    stream: int = 0
+    """Handle of the stream whose later work may use this memory."""

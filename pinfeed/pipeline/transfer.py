@@ -260,15 +260,12 @@ class Transfer(Writer):
         if self._lent is not None:
             self._record_device_span(self._asked)
 
-    def fill(
-        self, slot: DeviceSlot, batch: HostBatch, number: int, *, reads_rows: bool = False
-    ) -> DeviceSlot:
+    def fill(self, slot: DeviceSlot, batch: HostBatch, *, reads_rows: bool = False) -> DeviceSlot:
         """Gather a batch into staging memory (reader; one thread per slot).
 
         Args:
             slot: Reserved slot.
             batch: Batch to gather.
-            number: Number of the batch, or of the first of several batches.
             reads_rows: Whether the device reads all rows itself, whatever its present route.
 
         Raises:
@@ -276,7 +273,6 @@ class Transfer(Writer):
         """
         if slot.copied is not None:
             slot.copied.sync()  # copies may still read staging, or staging that is freed
-        slot.number = number
         slot.batch = batch
         slot.seen = self.log.completed
         start = self.counters.now()
@@ -315,7 +311,7 @@ class Transfer(Writer):
             failed.state = batch.state
             try:
                 with slot.context():
-                    self._queue_copies(self.fill(slot, failed, slot.number))
+                    self._queue_copies(self.fill(slot, failed))
             except Exception as second:
                 slot.failure = second
             finally:

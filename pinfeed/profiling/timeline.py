@@ -48,7 +48,7 @@ class Timeline:
         self._settling = threading.Lock()
         self.loop = -1
         """Number of the loop that has begun last; -1 if none has."""
-        # Loop for which the current thread works, if that has not begun yet.
+        # Loop for which the current thread works; None if that is the loop that has begun last.
         self._of_thread = threading.local()
         self._zero_s = 0.0
         self._caches: deque[tuple[float, CacheCounts]] = deque(maxlen=most_spans)
@@ -121,11 +121,16 @@ class Timeline:
     @contextlib.contextmanager
     def work_for(self, loop: int) -> Iterator[None]:
         """Record the spans of the current thread for a loop that may not have begun yet."""
+        earlier = getattr(self._of_thread, "loop", None)
         self._of_thread.loop = loop
         try:
             yield
         finally:
-            del self._of_thread.loop
+            self._of_thread.loop = earlier
+
+    def _loop_of_thread(self) -> int:
+        loop: int | None = getattr(self._of_thread, "loop", None)
+        return self.loop if loop is None else loop
 
     def add(
         self,
@@ -138,7 +143,7 @@ class Timeline:
         nbytes: int = 0,
     ) -> None:
         """Record work that has ended, with times of the clock. Any thread may call this."""
-        loop = getattr(self._of_thread, "loop", self.loop)
+        loop = self._loop_of_thread()
         self._taken.append((lane, batch, start, end, loop, n_batches, rows, nbytes))
 
     def add_cache(self, now: float, counts: CacheCounts) -> None:
@@ -149,7 +154,7 @@ class Timeline:
         self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
     ) -> None:
         """Record work of the device between two timed events. Any thread may call this."""
-        loop = getattr(self._of_thread, "loop", self.loop)
+        loop = self._loop_of_thread()
         self._pending.append((lane, batch, start, end, loop, n_batches))
 
     def settle(self) -> None:
