@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.pictures.measured import PAGES, TOPICS, shown, with_table
+from docs.pictures.measured import PAGES, TOPICS, shown, with_stored_tables, with_table
 
 ROOT = Path(__file__).parent.parent
 FIGURES = re.compile(r"\[([^]]*?\d[^]]*?)\]\(([^)#]*benchmarks/[\w-]+\.md)[^)]*\)")
@@ -16,6 +16,12 @@ FIGURES = re.compile(r"\[([^]]*?\d[^]]*?)\]\(([^)#]*benchmarks/[\w-]+\.md)[^)]*\
 def test_the_table_of_a_page_is_made_of_the_results(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text()
     assert with_table(page, TOPICS[name]()) == page, "run python -m docs.pictures.measured"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_stored_tables_of_a_page_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert with_stored_tables(text) == text, "run python -m docs.pictures.measured"
 
 
 def test_a_ratio_has_two_or_three_digits() -> None:
@@ -51,8 +57,6 @@ def rounds_to(exact: str, given: str) -> bool:
 def test_linked_figures_are_on_the_benchmark_page(page: Path) -> None:
     for text, target in FIGURES.findall(page.read_text()):
         linked = (page.parent / target).read_text()
-        for included in re.findall(r'--8<-- "(.+?)"', linked):
-            linked += (ROOT / included).read_text()
         for number in numbers(text):
             assert any(rounds_to(exact, number) for exact in numbers(linked)), (
                 f"[{text}] links to {target}, which does not have {number}"

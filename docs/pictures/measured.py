@@ -325,6 +325,24 @@ def with_table(page: str, topic: Topic) -> str:
     return f"{before}{marks[0]}\n{topic.table()}\n{marks[1]}{rest.split(marks[1])[1]}"
 
 
+STORED = re.compile(
+    r"^( *)<!-- (benchmarks/results/[\w-]+\.md) -->\n.*?^ *<!-- end of results -->\n",
+    re.DOTALL | re.M,
+)
+
+
+def with_stored_tables(page: str) -> str:
+    """Return the text of a page with the tables of the files that its marks name."""
+
+    def between_marks(found: re.Match[str]) -> str:
+        margin, name = found.groups()
+        table = (RESULTS.parent.parent / name).read_text().strip()
+        lines = [f"<!-- {name} -->", "", *table.splitlines(), "", "<!-- end of results -->"]
+        return "".join(f"{margin}{line}".rstrip() + "\n" for line in lines)
+
+    return STORED.sub(between_marks, page)
+
+
 def main() -> None:
     # A fixed salt gives the same file for the same picture.
     mpl.rcParams["svg.hashsalt"] = "pinfeed"
@@ -336,6 +354,8 @@ def main() -> None:
         FigureCanvasSVG(figure)
         topic.draw(figure)
         figure.savefig(HERE / f"measured-{name}.svg", metadata={"Date": None})
+    for page in HERE.parent.rglob("*.md"):
+        page.write_text(with_stored_tables(page.read_text()))
 
 
 if __name__ == "__main__":
