@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pinfeed.devices.device import Tensor
@@ -76,22 +75,27 @@ class WritableBatch(LentBatch):
     ) -> None:
         super().__init__(host_batch, tensors, i, number)
         self._writes = writes
-        self._is_over = False
+        self.is_over = False
+        """Whether the loop has requested the next batch or has ended."""
         self._is_written = False
 
-    def end(self) -> None:
-        """Note that the loop has requested the next batch or has ended."""
-        self._is_over = True
-
     def finish(self) -> None:
-        """Move rows into and out of their caches, if no write of the batch has done so."""
+        """End the batch, because the loop requests the next one.
+
+        Rows move into and out of their caches, if no write of the batch has moved them.
+
+        Raises:
+            ClosedError: If the loop does not run, in this process.
+            Exception: If a write-back failed; its error.
+        """
+        self.is_over = True
+        self._writes.require_running()
         cached = [group.cached for group in self._slot_groups if group.cached is not None]
-        if not cached:
-            return
-        if not self._is_written:
+        if cached and not self._is_written:
             self.write([None] * len(self.groups), copied=False, check=False)
         for rows in cached:
             rows.release()
+        self._writes.check()
 
     def require_writable(self) -> None:
         """Check that the batch can be written back now.
@@ -100,7 +104,7 @@ class WritableBatch(LentBatch):
             WriteBackError: If the loop has requested the next batch or has ended, or if the batch
                 was written back before.
         """
-        if self._is_over:
+        if self.is_over:
             raise WriteBackError(
                 "write_back after the loop requested the next batch or ended; call it in the "
                 "training step of its batch"
@@ -130,24 +134,3 @@ class WritableBatch(LentBatch):
         """
         self._writes.write(self.groups, values, self.number, copied=copied, check=check)
         self._is_written = True
-
-
-def finish_each(
-    batches: Generator[WritableBatch, None, None], writes: LoopWrites
-) -> Iterator[WritableBatch]:
-    """Yield the batches of a loop, and end and finish each after its training step.
-
-    Raises:
-        Exception: If a write-back failed; its error, as soon as it is known.
-    """
-    # The loop ends before this generator raises an error, not when the error's traceback is freed.
-    with contextlib.closing(batches):
-        for lent_batch in batches:
-            try:
-                yield lent_batch
-            finally:
-                lent_batch.end()
-            writes.require_running()
-            lent_batch.finish()
-            writes.check()
-    writes.check()

@@ -8,7 +8,6 @@ from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 from pinfeed.errors import ClosedError
-from pinfeed.memory import page_locked
 from pinfeed.pipeline.device_batches import DeviceBatches, MovedBatch
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop import CLOSED_WHILE_WAITING, Loop, LoopParts
@@ -126,7 +125,6 @@ class MovingLoaderLoop(LoaderLoop):
     def batches(self) -> Generator[LentBatch, None, None]:
         """Yield the batches in order, for the training steps."""
         counters = self._counters
-        threads = self.threads
         ahead = self._ahead
         n_ahead = self._parts.schedule.depth
         lent_batch = PassedBatch(self._parts.first)
@@ -150,12 +148,7 @@ class MovingLoaderLoop(LoaderLoop):
                 counters.receive(lent_batch.number, n_rows, nbytes, now, idle=is_idle)
                 yield lent_batch
                 lent_batch.number += 1
-                self._n_requested += 1
-                if page_locked.freed:
-                    # This thread captures no CUDA graph while it requests a batch.
-                    page_locked.unlock_freed()
-                if threads.has_ended or threads.n_forks != exit_hook.n_forks:
-                    threads.require_running()
+                self._request()
             raise ClosedError(CLOSED_WHILE_WAITING)
         finally:
             self._leave()

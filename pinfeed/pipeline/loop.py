@@ -13,9 +13,9 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError
@@ -23,16 +23,14 @@ from pinfeed.memory import page_locked
 from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.filler import Mover
-from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
+from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot, raise_kept
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch
+from pinfeed.pipeline.sources.source import Cancelled
 from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
 from pinfeed.pipeline.write_queue import LoopWrites
 from pinfeed.threads.exit import exit_hook
-
-L = TypeVar("L", bound=LentBatch)
 
 logger = logging.getLogger("pinfeed")
 
@@ -109,29 +107,22 @@ class Loop:
         # Number of batches of the epoch that were requested.
         self._n_requested = parts.first + 1
 
-    def batches(self) -> Iterator[LentBatch]:
+    def batches(self) -> Generator[LentBatch, None, None]:
         """Yield the batches in order, for the training steps.
 
-        If a batch cannot be filled, its error is raised when the loop requests that batch. The
-        error of a write-back is raised as soon as it is known. A continuous loop yields
-        ``EPOCH_END`` after an epoch instead of ending, and then the batches of the next one.
+        A batch is written back, and its rows move into and out of caches, until the loop requests
+        the next one. A continuous loop yields ``EPOCH_END`` after an epoch instead of ending, and
+        then the batches of the next one.
+
+        Raises:
+            Exception: If a batch cannot be filled, when the loop requests it. If a write-back
+                failed, as soon as that is known.
         """
-        if self.writes is None:
-            return self._lend(LentBatch)
-        make = functools.partial(WritableBatch, self.writes)
-        return finish_each(self._lend(make), self.writes)
-
-    def _slots(self) -> Callable[[], Slot | None]:
-        """Return a function that returns the next full slot, or None after the last batch."""
-        raise NotImplementedError
-
-    def _lend(
-        self, make: Callable[[HostBatch, list[Tensor], int, int], L]
-    ) -> Generator[L, None, None]:
-        """Yield the batches that ``make`` makes of the contents of each slot."""
         counters = self._counters
         mover: Any = self._parts.mover
-        threads = self.threads
+        writes = self.writes
+        make = LentBatch if writes is None else functools.partial(WritableBatch, writes)
+        lent_batch: Any = None
         is_unified = mover.device.unified
         self.consumer = threading.get_ident()
         exit_hook.loops.add(self._reference)
@@ -154,13 +145,9 @@ class Loop:
                     # Another thread closes the feeder now.
                     raise Cancelled
                 idle = is_unified or mover.is_idle()
-                tensors = self._parts.lend(slot)
-                slot.batch = None
-                slot.tensors = []
+                tensors = self._received(slot)
                 n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
-                counters.counts.read_s += slot.read_s
-                counters.counts.source_s += slot.source_s
                 for i, number in enumerate(range(slot.number, slot.number + n_batches)):
                     if i and not is_unified:
                         mover.lend_next(slot, tensors[0])
@@ -170,12 +157,9 @@ class Loop:
                         del batch
                     counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
                     yield lent_batch
-                    self._n_requested += 1
-                    if page_locked.freed:
-                        # This thread captures no CUDA graph while it requests a batch.
-                        page_locked.unlock_freed()
-                    if threads.has_ended or threads.n_forks != exit_hook.n_forks:
-                        threads.require_running()
+                    if writes is not None:
+                        lent_batch.finish()
+                    self._request()
                     # The device is not checked again for the other batches of the slot.
                     idle = is_unified
                 if slot.error is not None:
@@ -184,7 +168,38 @@ class Loop:
         except Cancelled:
             raise ClosedError(CLOSED_WHILE_WAITING) from None
         finally:
+            if writes is not None and lent_batch is not None:
+                lent_batch.is_over = True
             self._leave()
+        if writes is not None:
+            writes.check()
+
+    def _request(self) -> None:
+        """Note that the program requests another batch.
+
+        Raises:
+            ClosedError: If the process is a fork, or another thread has closed the feeder.
+        """
+        self._n_requested += 1
+        if page_locked.freed:
+            # This thread captures no CUDA graph while it requests a batch.
+            page_locked.unlock_freed()
+        threads = self.threads
+        if threads.has_ended or threads.n_forks != exit_hook.n_forks:
+            threads.require_running()
+
+    def _received(self, slot: Slot) -> deque[list[Tensor]]:
+        """Return the tensors of each batch of a slot, which does not keep them."""
+        tensors = self._parts.lend(slot)
+        slot.batch = None
+        slot.tensors = []
+        self._counters.counts.read_s += slot.read_s
+        self._counters.counts.source_s += slot.source_s
+        return tensors
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        """Return a function that returns the next full slot, or None after the last batch."""
+        raise NotImplementedError
 
     @property
     def is_continuous(self) -> bool:
