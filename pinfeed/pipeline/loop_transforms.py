@@ -88,11 +88,6 @@ class LoopTransforms:
         return {}
 
     @property
-    def are_called_in_loop(self) -> bool:
-        """Whether the loop calls a transform; otherwise the source calls ``host``, if any."""
-        return self.device is not None or self.gather is not None
-
-    @property
     def measured_nbytes(self) -> TransformNbytes:
         """Largest bytes so far."""
         host = (0, 0) if self.host is None else (self.host.returned_nbytes, self.host.new_nbytes)
