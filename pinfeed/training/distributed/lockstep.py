@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -19,49 +19,39 @@ import torch
 
 from pinfeed.errors import RankError, described
 
-Numbers = npt.NDArray[np.int64]
 
-MAX_FLAGS = 62
-"""Number of flags in a message."""
-
-
-class RankStep(IntEnum):
+class RankStep(Enum):
     """The step that a rank is about to take, or the reason why it takes no step.
 
     Each has a description with the number of the batch and of the table.
     """
 
-    description: str
-
-    BEGIN = 0, "begins a loop over its sharded tables"
-    NEXT = 1, "takes batch {}"
-    STEP = 2, "calls step() in batch {} (for table {} and the tables exchanged with it)"
-    END = 3, "ends its loop"
-    READ = 4, "reads rows"
-    EXPORT = 5, "exports a table"
-    SAVE = 6, "saves a checkpoint"
-    RESUME = 7, "resumes from a checkpoint"
-    BATCH = 8, "has a batch {}"
-    ROWS = 9, "sends the rows of batch {}"
-    NO_BATCH = 10, "has no batch {}"
+    BEGIN = "begins a loop over its sharded tables"
+    NEXT = "takes batch {}"
+    STEP = "calls step() in batch {} (for table {} and the tables exchanged with it)"
+    END = "ends its loop"
+    READ = "reads rows"
+    EXPORT = "exports a table"
+    SAVE = "saves a checkpoint"
+    RESUME = "resumes from a checkpoint"
+    BATCH = "has a batch {}"
+    ROWS = "sends the rows of batch {}"
+    NO_BATCH = "has no batch {}"
     # After one of the following, the rank takes no further step.
-    FAILED = 11, "failed"
-    BAD_BATCH = 12, "failed at batch {}"
-    LEFT = 13, "left its loop at batch {}"
+    FAILED = "failed"
+    BAD_BATCH = "failed at batch {}"
+    LEFT = "left its loop at batch {}"
 
-    def __new__(cls, number: int, description: str) -> RankStep:
-        """Make a step, whose value is its number in messages."""
-        step = int.__new__(cls, number)
-        step._value_ = number
-        step.description = description
-        return step
 
+_STEPS = list(RankStep)
+"""Every step, at its number in messages."""
+_ENDS = {RankStep.FAILED, RankStep.BAD_BATCH, RankStep.LEFT}
 
 _MAX_REASON = 2000  # characters
-# A message consists of step, batch, table, length of the reason in bytes, flags, further numbers.
-# All ranks must send the same first three.
+# A message consists of step, batch, table, length of the reason in bytes, further numbers. All
+# ranks must send the same first three.
 _N_AGREED = 3
-_N_HEADER = 5
+_N_HEADER = 4
 
 
 class Channel(Protocol):
@@ -109,19 +99,19 @@ class Lockstep:
         # The batch of the last message.
         self._batch = 0
         # Further numbers in each message.
-        self._n_numbers = 0
+        self._n_numbers = 1
         self.sent: Counter[str] = Counter()
         """Bytes that this rank has sent to other ranks, by kind."""
 
-    def begin(self, n_numbers: int = 0) -> None:
-        """Begin a loop in which every message has ``n_numbers`` further numbers."""
+    def begin(self, n_numbers: int) -> None:
+        """Begin a loop in which every message has ``n_numbers`` further numbers, instead of one."""
         self.is_over = False
         self._n_numbers = n_numbers
 
     def end(self) -> None:
         """Note that all ranks know that the loop has ended."""
         self.is_over = True
-        self._n_numbers = 0
+        self._n_numbers = 1
 
     def agree(
         self,
@@ -129,23 +119,21 @@ class Lockstep:
         batch: int = 0,
         table: int = 0,
         *,
-        numbers: Numbers | None = None,
-        flags: int = 0,
+        numbers: npt.ArrayLike = 0,
         reason: str = "",
-    ) -> tuple[Numbers, int]:
+    ) -> npt.NDArray[np.int64]:
         """Send the next step to all ranks, and check that all ranks take the same step.
 
         Args:
             step: Step that this rank is about to take.
             batch: Number of the batch.
             table: Number of the table.
-            numbers: Further numbers for each rank, shape (size, n_numbers).
-            flags: Up to ``MAX_FLAGS`` bits.
+            numbers: Further numbers for each rank, shape (size, n) or (n,) for every rank the same.
+                All ranks give equally many, at most ``n_numbers``.
             reason: Text that errors add to the step.
 
         Returns:
-            The further numbers from each rank, shape (size, n_numbers), and the flags that at least
-            one rank has set.
+            The further numbers from each rank, shape (size, n).
 
         Raises:
             RankError: If not all ranks take the same step.
@@ -153,9 +141,11 @@ class Lockstep:
         # A bytearray, because torch accepts only writable memory.
         text = np.frombuffer(bytearray(reason[:_MAX_REASON].encode()), np.uint8)
         self._batch = batch
-        message = np.empty((self.size, _N_HEADER + self._n_numbers), np.int64)
-        message[:, :_N_HEADER] = step, batch, table, len(text), flags
-        message[:, _N_HEADER:] = 0 if numbers is None else numbers
+        given = np.atleast_1d(numbers)
+        stop = _N_HEADER + given.shape[-1]
+        message = np.zeros((self.size, _N_HEADER + self._n_numbers), np.int64)
+        message[:, :_N_HEADER] = _STEPS.index(step), batch, table, len(text)
+        message[:, _N_HEADER:stop] = given
         one = [1] * self.size
         found = self.exchange("control bytes", message.view(np.uint8), one, one).view(np.int64)
         n_bytes = found[:, _N_AGREED].tolist()
@@ -166,10 +156,10 @@ class Lockstep:
             split = np.split(texts, np.cumsum(n_bytes)[:-1])
             reasons = [one.tobytes().decode() for one in split]
         agreed = found[:, :_N_AGREED]
-        if step >= RankStep.FAILED or (agreed != agreed[0]).any():
+        if step in _ENDS or (agreed != agreed[0]).any():
             self.end()
             raise RankError(_difference(agreed.tolist(), reasons))
-        return found[:, _N_HEADER:], int(np.bitwise_or.reduce(found[:, _N_AGREED + 1]))
+        return found[:, _N_HEADER:stop]
 
     def leave(self, step: RankStep, reason: str, batch: int | None = None) -> None:
         """Inform the other ranks that this rank stops; their loops end with an error.
@@ -217,15 +207,6 @@ class Lockstep:
         """Exchange rows of bytes on the host, as ``exchange_tensor`` does."""
         rows = torch.from_numpy(sent)
         found: npt.NDArray[np.uint8] = self.exchange_tensor(kind, rows, n_sent, n_received).numpy()
-        return found
-
-    def exchange_counts(self, counts: Sequence[int]) -> list[int]:
-        """Send a number to each rank, and return the number from each rank."""
-        one = [1] * self.size
-        numbers = np.array(counts, np.int64).view(np.uint8).reshape(-1, 8)
-        found: list[int] = (
-            self.exchange("control bytes", numbers, one, one).view(np.int64)[:, 0].tolist()
-        )
         return found
 
     def exchange_rows(
@@ -297,16 +278,15 @@ def _nbytes_by_rank(counts: Sequence[Sequence[int]], row_nbytes: Sequence[int]) 
 
 def _difference(messages: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
     """Return an error message with the step of each rank and the remedy."""
-    every_step = list(RankStep)
     ranks_by_text: dict[str, list[int]] = {}
     for rank, ((step, *numbers), reason) in enumerate(zip(messages, reasons, strict=True)):
-        text = every_step[step].description.format(*numbers) + (f" ({reason})" if reason else "")
+        text = _STEPS[step].value.format(*numbers) + (f" ({reason})" if reason else "")
         ranks_by_text.setdefault(text, []).append(rank)
     who = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in ranks_by_text.items()
     )
-    steps = {step for step, *_ in messages}
+    steps = {_STEPS[step] for step, *_ in messages}
     if steps == {RankStep.BATCH, RankStep.NO_BATCH}:
         return (
             f"{who}; expected the same number of batches on every rank; use a DistributedSampler, "

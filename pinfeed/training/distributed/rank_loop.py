@@ -228,13 +228,7 @@ class RankLoop:
         """Bytes sent to other ranks since this object was made."""
         group = self._group
         sent = group.loop_lockstep.sent + group.reader_lockstep.sent - self._sent_before
-        return Exchanged(
-            ids=sent["ids"],
-            rows=sent["rows"],
-            late_rows=sent["late rows"],
-            gradients=sent["gradients"],
-            control_bytes=sent["control bytes"],
-        )
+        return Exchanged(*(sent[name.replace("_", " ")] for name in Exchanged._fields))
 
     def report_failure(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that reports errors to other ranks before a loop begins."""
@@ -275,8 +269,8 @@ class RankLoop:
         thread = threading.get_ident()
         checksum = zlib.crc32(self._description.encode())
         lockstep.agree(RankStep.BEGIN, checksum, reason=self._description)
-        lockstep.begin()
-        self._lockstep.begin(len(self._tables))
+        for each in (lockstep, self._lockstep):
+            each.begin(len(self._tables))
         try:
             yield
             lockstep.agree(RankStep.END)

@@ -151,7 +151,7 @@ class RowExchange:
             partition.by_owner(ids) for partition, ids in zip(self._partitions, wanted, strict=True)
         ]
         n_wanted = [n_by_rank for _, n_by_rank in by_owner]
-        numbers, _ = lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
+        numbers = lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
         with lockstep.no_report():
             n_given = numbers.T.tolist()
             ids = [
@@ -167,7 +167,7 @@ class RowExchange:
                     for of_table in zip(self._changing, map(_flat, asked), n_given, strict=True)
                 ]
             n_sent = [offer.n_sent for offer in offers]
-            numbers, _ = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
+            numbers = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
             # For each row, a byte that says whether the row is deferred.
             flags = [_column(offer.is_deferred) for offer in offers]
             deferred = lockstep.exchange_rows("control bytes", flags, n_given, n_wanted)

@@ -6,7 +6,7 @@ gradients to the ranks that own the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, VerificationError
 from pinfeed.rows.orders import Rows
-from pinfeed.training.distributed.lockstep import MAX_FLAGS, Lockstep, RankStep
+from pinfeed.training.distributed.lockstep import Lockstep, RankStep
 from pinfeed.training.distributed.row_exchange import Counts, RowPositions
 from pinfeed.training.embeddings.batch_rows import BatchRows
 
@@ -111,13 +111,12 @@ class ShardedBatchRows(BatchRows):
         Raises:
             RankError: If another rank takes another step, or has died.
         """
-        for tables in _in_flag_groups(every):
-            for table in tables:
-                table._is_stepped = True
-                # It stays None if no rank has gradients for this table.
-                table._owned.grad = None
-            has_gradient = [table.weight.grad is not None for table in tables]
-            _exchange(RankStep.STEP, tables, has_gradient, _add_gradients)
+        for table in every:
+            table._is_stepped = True
+            # It stays None if no rank has gradients for this table.
+            table._owned.grad = None
+        has_gradient = [table.weight.grad is not None for table in every]
+        _exchange(RankStep.STEP, every, has_gradient, _add_gradients)
 
 
 def receive_deferred(every: Sequence[ShardedBatchRows]) -> None:
@@ -128,9 +127,8 @@ def receive_deferred(every: Sequence[ShardedBatchRows]) -> None:
     Raises:
         RankError: If another rank takes another step, or has died.
     """
-    for tables in _in_flag_groups(every):
-        has_deferred = [any(table.link.counts.deferred_out) for table in tables]
-        _exchange(RankStep.NEXT, tables, has_deferred, exchange_deferred)
+    has_deferred = [any(table.link.counts.deferred_out) for table in every]
+    _exchange(RankStep.NEXT, every, has_deferred, exchange_deferred)
 
 
 def check_received(every: Sequence[ShardedBatchRows]) -> None:
@@ -201,20 +199,13 @@ def _exchange(
 
     Args:
         step: The step.
-        tables: Tables, at most ``MAX_FLAGS``.
+        tables: The tables.
         wishes: Whether this rank wants to exchange rows of each table.
         exchange: Function that exchanges rows of tables.
     """
     link = tables[0].link
-    own_flags = sum(wish << i for i, wish in enumerate(wishes))
-    _, flags = link.lockstep.agree(step, *link.numbers, flags=own_flags)
-    wanted = [table for i, table in enumerate(tables) if flags >> i & 1]
+    of_ranks = link.lockstep.agree(step, *link.numbers, numbers=wishes)
+    wanted = [table for table, of_table in zip(tables, of_ranks.T, strict=True) if of_table.any()]
     if wanted:
         with link.lockstep.no_report():
             exchange(wanted)
-
-
-def _in_flag_groups(tables: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Yield the tables in groups of at most ``MAX_FLAGS``, the number of flags of a message."""
-    for i in range(0, len(tables), MAX_FLAGS):
-        yield tables[i : i + MAX_FLAGS]

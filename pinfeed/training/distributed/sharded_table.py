@@ -229,8 +229,8 @@ class ShardedEmbedding(HostEmbedding):
         lockstep = self.rank_group.loop_lockstep
         store = self._store
         order, n_wanted = self.owners.by_owner(rows)
-        lockstep.agree(RankStep.READ)
-        n_asked = lockstep.exchange_counts(n_wanted)
+        numbers = lockstep.agree(RankStep.READ, numbers=np.array(n_wanted)[:, None])
+        n_asked = numbers[:, 0].tolist()
         ids = torch.from_numpy(self.owners.local(rows)[order].reshape(-1, 1))
         asked = lockstep.exchange_rows("reads", [ids], [n_wanted], [n_asked])[0].numpy()[:, 0]
         values = np.empty((len(asked), *store.row_shape), store.dtype)

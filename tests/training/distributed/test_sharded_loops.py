@@ -277,7 +277,7 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
     assert four.late_rows
     assert (
         four.control_bytes - three.control_bytes
-        == size * (size - 1) * (4 * 40 + 2 * 8) + n_elsewhere[3]
+        == size * (size - 1) * 4 * 8 * (4 + 1) + n_elsewhere[3]
     )
 
 
@@ -288,13 +288,6 @@ def test_verify_finds_rows_that_arrived_wrong(monkeypatch: pytest.MonkeyPatch) -
         match=r"table 0 of the loop, row \d+ differs from the row on its own rank",
     ):
         sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=2, verify=True)
-
-
-def test_more_tables_than_there_are_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_rows, "MAX_FLAGS", 1)
-    want = dense(FIXED, STEPS, SGD, 0.5)
-    for got in sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=1):
-        assert_equal(got, want)
 
 
 def test_tables_of_different_dtypes_in_one_exchange() -> None:
