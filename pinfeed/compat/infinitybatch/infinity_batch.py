@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pinfeed.compat.infinitybatch.callbacks import Callbacks
 from pinfeed.compat.infinitybatch.evaluation import Means, Metrics, check_metrics, in_eval_mode
 from pinfeed.compat.infinitybatch.forward import BatchForward
-from pinfeed.compat.infinitybatch.history import History
+from pinfeed.compat.infinitybatch.history import History, Recorder
 from pinfeed.compat.infinitybatch.missing_calls import MissingCalls, warn
-from pinfeed.compat.infinitybatch.recorder import Recorder
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.loader_source import check_loader
@@ -23,6 +21,14 @@ from pinfeed.training.large_batch.batches import as_tensors, n_samples
 from pinfeed.training.large_batch.strategy_choice import StrategyChoice
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 from pinfeed.validation.arguments import whole_number
+
+_CALLBACK_METHODS = (
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_batch_end",
+    "on_epoch_end",
+    "on_train_end",
+)
 
 
 class InfinityBatchError(ArgumentError):
@@ -97,7 +103,7 @@ class InfinityBatch:
         verify: bool = True,
         callbacks: Iterable[Any] = (),
     ) -> None:
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = checked_callbacks(callbacks)
         if not torch.cuda.is_available():
             warn("there is no CUDA device, so batches are computed on the CPU, in host memory", 3)
         self._batch_forward = BatchForward(config, chunk_size, strategy, verify)
@@ -133,14 +139,14 @@ class InfinityBatch:
         num_epochs = whole_number(num_epochs, "num_epochs", least=0)
         self.clearcontainers_()
         self._is_stopped = False
-        self._callbacks("on_train_begin", self)
+        self._call_back("on_train_begin", self)
         self._print(f"Training for {num_epochs} epochs.")
         for epoch in range(num_epochs):
             if self._is_stopped:
                 break
             self._print(f"Epoch: {epoch + 1}/{num_epochs}")
             self.epoch()
-        self._callbacks("on_train_end", self)
+        self._call_back("on_train_end", self)
 
     def epoch(self) -> None:
         """Train for one epoch.
@@ -415,7 +421,7 @@ class InfinityBatch:
             self.epochstart_()
         self._is_stopped = False
         self._missing_calls.epoch_begins()
-        self._callbacks("on_epoch_begin", self, self._recorder.n_epochs - 1)
+        self._call_back("on_epoch_begin", self, self._recorder.n_epochs - 1)
         n_batches = 0
         with contextlib.ExitStack() as stack:
             batches = iter(loader)
@@ -432,7 +438,7 @@ class InfinityBatch:
                 self.targets[-1].append(targets)
                 self._batch_loss = None
                 yield batch
-                self._callbacks("on_batch_end", self, n_batches, self._batch_loss)
+                self._call_back("on_batch_end", self, n_batches, self._batch_loss)
                 n_batches += 1
                 if self._is_stopped:
                     break
@@ -442,7 +448,13 @@ class InfinityBatch:
             )
         self._missing_calls.epoch_ends()
         self._missing_calls.report()
-        self._callbacks("on_epoch_end", self, self._recorder.end_epoch())
+        self._call_back("on_epoch_end", self, self._recorder.end_epoch())
+
+    def _call_back(self, method: str, *args: Any) -> None:
+        """Call a method of each callback object that has it; errors of the objects propagate."""
+        for callback in self._callbacks:
+            if (found := getattr(callback, method, None)) is not None:
+                found(*args)
 
     def _is_unset(self, name: str) -> bool:
         if getattr(self, f"_{name}") is not None:
@@ -487,6 +499,23 @@ class RecordedLoader:
             # The attribute is not set yet, or belongs to a protocol that is not the loader's.
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def checked_callbacks(callbacks: Any) -> list[Any]:
+    """Return callback objects as a list.
+
+    Raises:
+        ArgumentError: If an object has none of the methods of callbacks.
+    """
+    expected = f"expected a list of objects with some of {', '.join(_CALLBACK_METHODS)}"
+    if not isinstance(callbacks, Iterable):
+        raise ArgumentError(f"callbacks={callbacks!r}: {expected}")
+    found = list(callbacks)
+    for callback in found:
+        methods = [getattr(callback, name, None) for name in _CALLBACK_METHODS]
+        if isinstance(callback, type) or not any(map(callable, methods)):
+            raise ArgumentError(f"callbacks= has {callback!r}; {expected}")
+    return found
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
