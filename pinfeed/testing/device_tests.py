@@ -1,4 +1,4 @@
-"""The tests of the contract of a Device; see pinfeed.testing.suites."""
+"""DeviceTests: the tests of the contract of a Device; see pinfeed.testing.suites."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.host_rows import StoreRows, UnreadPart, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.testing.store_tests import Array, sample
+
+Array = npt.NDArray[Any]
 
 # Shapes and dtypes of the rows of some stores that a cache holds together.
 _CACHED = (((3,), "f4"), ((), "f8"), ((5, 2), "u1"))
 # The same for stores whose rows a device reads and writes itself.
 _TABLES = (((3,), "f4"), ((), "i8"), ((5, 2), "u1"), ((7,), "f8"), ((1,), "i2"))
+
+
+def sample(n: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Make ``n`` rows that differ from each other, whatever the dtype."""
+    numbers = np.arange(n * int(np.prod(row_shape))).reshape(n, *row_shape)
+    return (numbers % 2 == 0) if dtype.kind == "b" else (numbers % 251).astype(dtype)
 
 
 class DeviceTests:
@@ -153,45 +161,34 @@ class DeviceTests:
         """Return a store whose rows the device may reach."""
         return ArrayStore(array)
 
+    @pytest.mark.parametrize("are_on_device", [False, True])
     @pytest.mark.parametrize("rows", [[4, 0, 2], [], [1]], ids=str)
-    def test_rows_of_stores_that_it_reaches(self, device: Device, rows: list[int]) -> None:
-        """Rows of several stores are read at once, and written."""
+    def test_rows_of_stores_that_it_reaches(
+        self, device: Device, rows: list[int], are_on_device: bool
+    ) -> None:
+        """Rows of several stores are read at once, and written; by indices on the device, too."""
         wanted, stream = np.array(rows, np.int64), device.current_stream()
+        back = 5 - wanted
         arrays = [sample(6, shape, np.dtype(dtype)) for shape, dtype in _TABLES]
         stores = [self.store(array.copy()) for array in arrays]
         if not all(map(device.reaches, stores)):
             pytest.skip("it reaches none")
+        indices: list[Any] = [(None, None), (None, None)]
+        if are_on_device:
+            dtype = device.index_dtype(stores, wanted)
+            if dtype is None:
+                pytest.skip("it needs no indices")
+            indices = [self.upload(device, one.astype(dtype), stream) for one in (wanted, back)]
         parts: list[UnreadPart] = [StoreRows(store, wanted) for store in stores]
         into = [self.room(device, part, stream) for part in parts]
-        device.read(list(zip(parts, into, strict=True)), stream)
+        device.read(list(zip(parts, into, strict=True)), stream, indices[0][0])
         for array, tensor in zip(arrays, into, strict=True):
             self.expect(device, tensor, array[wanted], stream)
-        back = np.array([5 - row for row in rows], np.int64)
-        device.write(list(zip(stores, into, strict=True)), back, stream)
+        device.write(list(zip(stores, into, strict=True)), back, stream, indices[1][0])
         stream.record().sync()
         for array, store in zip(arrays, stores, strict=True):
             array[back] = array[wanted]
             np.testing.assert_array_equal(store.array, array)
-
-    @pytest.mark.parametrize("rows", [[4, 0, 2], [1]], ids=str)
-    def test_rows_whose_indices_are_on_the_device(self, device: Device, rows: list[int]) -> None:
-        wanted, stream = np.array(rows, np.int64), device.current_stream()
-        array = sample(6, (3,), np.dtype("f4"))
-        store = self.store(array.copy())
-        dtype = device.index_dtype([store], wanted) if device.reaches(store) else None
-        if dtype is None:
-            pytest.skip("it needs no indices")
-        part = StoreRows(store, wanted)
-        into = self.room(device, part, stream)
-        indices, _x = self.upload(device, wanted.astype(dtype), stream)
-        device.read([(part, into)], stream, indices)
-        self.expect(device, into, array[wanted], stream)
-        back = 5 - wanted
-        indices, _y = self.upload(device, back.astype(dtype), stream)
-        device.write([(store, into)], back, stream, indices)
-        stream.record().sync()
-        array[back] = array[wanted]
-        np.testing.assert_array_equal(store.array, array)
 
     def test_tensor_of_a_larger_buffer(self, device: Device) -> None:
         stream = device.current_stream()

@@ -33,13 +33,7 @@ from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Store, row_nbytes, run_of
-from pinfeed.testing.sim_driver import (
-    PAIRS,
-    SCATTER,
-    SimDriver,
-    SimEngineThread,
-    SimWriterThread,
-)
+from pinfeed.testing.sim_driver import PAIRS, SCATTER, SimDriver, SimThread
 from pinfeed.testing.sim_streams import (
     Array,
     DeviceArray,
@@ -119,7 +113,7 @@ class SimDevice(SingleCalls):
         self._choose = choose
         self._direct = direct
         self._deaf_to = deaf_to
-        self._actors: dict[str, SimStream | SimWorker | SimEngineThread | SimWriterThread] = {}
+        self._actors: dict[str, SimStream | SimWorker | SimThread] = {}
         self._turning = False
         # Whether workers wait for an operation of the host to end.
         self._are_workers_late = False

@@ -22,19 +22,9 @@ if TYPE_CHECKING:
 
 _FAILED = 999
 
+_TABLE = np.dtype([("rows", "u8"), ("packed", "u8"), ("row_nbytes", "u4")], align=True)
 MOVES = np.dtype(
-    [
-        ("rows", np.uint64),
-        ("n_rows", np.uint32),
-        ("n_tables", np.uint32),
-        (
-            "tables",
-            np.dtype(
-                [("rows", np.uint64), ("packed", np.uint64), ("row_nbytes", np.uint32)], align=True
-            ),
-            MAX_TABLES,
-        ),
-    ],
+    [("rows", "u8"), ("n_rows", "u4"), ("n_tables", "u4"), ("tables", _TABLE, MAX_TABLES)],
     align=True,
 )
 """Argument of the kernels that move rows: ``pf_moves`` of pinfeed.h."""
@@ -55,13 +45,12 @@ _ARGUMENTS: dict[str, list[Any]] = {
 }
 """Types of the arguments of each call."""
 
-
 PAIRS = 16
 """Handle of the kernel that reads rows by pairs; those of the others are the bytes of an index."""
 SCATTER = 32
 """Handle of the kernel that writes rows by indices of int32."""
-_ENTRIES: dict[int, Any] = {4: "i4", 8: "i8", PAIRS: [("row", "i4"), ("place", "i4")]}
-_ENTRIES[SCATTER] = "i4"
+_PAIR = [("row", "i4"), ("place", "i4")]
+_ENTRIES: dict[int, Any] = {4: "i4", 8: "i8", PAIRS: _PAIR, SCATTER: "i4"}
 
 
 class SimDriver:
@@ -256,59 +245,53 @@ class SimDriverEvent:
             self._driver.raise_error(_FAILED)
 
 
-class SimEngineThread:
-    """The threads of an engine, as one actor that gathers one piece at a time.
+class SimThread:
+    """The threads of an engine or of a writer, as one actor that makes one step at a time.
 
     Args:
-        driver: Driver of the engine.
-        engine: The engine.
+        driver: Driver of the engine or writer.
+        owner: The engine or writer.
     """
 
-    def __init__(self, driver: SimDriver, engine: Engine) -> None:
+    def __init__(self, driver: SimDriver, owner: Engine | RowWriter) -> None:
         self._driver = driver
-        self._engine = weakref.ref(engine)
-        self._number = 0
+        self._owner: weakref.ref[Any] = weakref.ref(owner)
 
     @property
     def _ready(self) -> bool:
-        engine = self._engine()
-        return (
-            engine is not None
-            and engine.is_open
-            and self._number < engine.n_submitted
-            and not self._driver.is_blocking
-        )
+        owner = self._owner()
+        return owner is not None and self._has_work(owner) and not self._driver.is_blocking
 
     def _advance(self) -> None:
-        engine = self._engine()
-        assert engine is not None
+        owner = self._owner()
+        assert owner is not None
+        self._work(owner)
+
+    def _has_work(self, owner: Any) -> bool:
+        raise NotImplementedError
+
+    def _work(self, owner: Any) -> None:
+        raise NotImplementedError
+
+
+class SimWriterThread(SimThread):
+    """The thread of a writer."""
+
+    def _has_work(self, writer: RowWriter) -> bool:
+        return writer.n_pending > 0 and not writer.is_busy
+
+    def _work(self, writer: RowWriter) -> None:
+        writer.step()
+
+
+class SimEngineThread(SimThread):
+    """The threads of an engine, which gather one piece at a time."""
+
+    _number = 0
+
+    def _has_work(self, engine: Engine) -> bool:
+        return engine.is_open and self._number < engine.n_submitted
+
+    def _work(self, engine: Engine) -> None:
         if not engine.help(self._number):
             self._number += 1
-
-
-class SimWriterThread:
-    """The thread of a writer, as an actor that makes one step at a time.
-
-    Args:
-        driver: Driver of the writer.
-        writer: The writer.
-    """
-
-    def __init__(self, driver: SimDriver, writer: RowWriter) -> None:
-        self._driver = driver
-        self._writer = weakref.ref(writer)
-
-    @property
-    def _ready(self) -> bool:
-        writer = self._writer()
-        return (
-            writer is not None
-            and writer.n_pending > 0
-            and not writer.is_busy
-            and not self._driver.is_blocking
-        )
-
-    def _advance(self) -> None:
-        writer = self._writer()
-        assert writer is not None
-        writer.step()
