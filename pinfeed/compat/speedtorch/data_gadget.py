@@ -10,13 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.compat.speedtorch.placement import (
-    FileTable,
-    MemoryTable,
-    Place,
-    Table,
-    staging_tensor,
-)
+from pinfeed.compat.speedtorch.placement import HostTable, Place, Table, staging_tensor
 from pinfeed.compat.speedtorch.tables import (
     FileName,
     SingleTable,
@@ -128,8 +122,7 @@ class DataGadget(SingleTable):
         self.fileName = source
 
     def _table_of(self, source: Any) -> Table:
-        store = PinnedStore(_in_c_order(source), pin="auto" if self.CPUPinn else False)
-        return MemoryTable(store)
+        return HostTable(PinnedStore(_in_c_order(source), pin="auto" if self.CPUPinn else False))
 
     def _array(self) -> npt.NDArray[Any]:
         return memory_of(self._all()[""].tensor())
@@ -176,7 +169,7 @@ class DataGadgetMM(DataGadget):
                     f"{source}: DataGadgetMM writes to the file in place; expected one file in "
                     "this machine's byte order; use DataGadget, which makes a copy in memory"
                 )
-            return FileTable(store)
+            return HostTable(store)
         rows = source if isinstance(source, Store) else ArrayStore(source, name="fileName")
         with new_tables() as tables:
             place = Place(file_name=self.diskname)

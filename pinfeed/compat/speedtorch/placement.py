@@ -13,7 +13,7 @@ import torch
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
+from pinfeed.stores import ArrayStore, NpyStore, PinnedStore
 from pinfeed.tensors.dtypes import DTYPES, check_dtype, numpy_dtype_of
 from pinfeed.tensors.numpy_torch import SIGNED, TORCH, memory_of, to_torch
 
@@ -29,67 +29,61 @@ def staging_tensor(
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
-class StoreTable:
-    """Rows in a store on the host; base of ``MemoryTable`` and ``FileTable``."""
+class Table:
+    """Rows of a table, of any dtype."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.shape = (store.n_rows, *store.row_shape)
+    shape: tuple[int, ...]
+    files: Sequence[str] = ()
+    """Paths of the files that hold the rows."""
 
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows, which may repeat, as a new tensor of shape (n, *row_shape)."""
-        out = staging_tensor((len(rows), *self.shape[1:]), TORCH[self.store.dtype], device)
-        self.store.gather(rows, memory_of(out))
-        return out.to(device, non_blocking=True).to(dtype)
+        raise NotImplementedError
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
         """Store the values as the rows. Each row occurs once."""
-        on_host = values.detach().to("cpu", TORCH[self.store.dtype]).contiguous()
-        self.store.scatter(rows, memory_of(on_host))
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Flush and close the file, if there is one. May be called again."""
-        self.store.close()
-
-
-class MemoryTable(StoreTable):
-    """Rows in host memory."""
-
-    store: ArrayStore
-    files: Sequence[str] = ()
-    """Paths of the files that hold the rows."""
+    def tensor(self) -> torch.Tensor:
+        """Return the table itself, sharing its memory."""
+        raise NotImplementedError
 
     def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
         """Call a function with the whole table as a tensor, which the function fills in place."""
         with torch.no_grad():
             function(self.tensor())
 
+    def close(self) -> None:
+        """Flush and close the file, if there is one. May be called again."""
+
+
+class HostTable(Table):
+    """Rows on the host: in memory or in one .npy file."""
+
+    def __init__(self, store: ArrayStore | NpyStore) -> None:
+        self._store = store
+        self.shape = (store.n_rows, *store.row_shape)
+        self.files = store.paths if isinstance(store, NpyStore) else ()
+
+    def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        out = staging_tensor((len(rows), *self.shape[1:]), TORCH[self._store.dtype], device)
+        self._store.gather(rows, memory_of(out))
+        return out.to(device, non_blocking=True).to(dtype)
+
+    def write(self, rows: Rows, values: torch.Tensor) -> None:
+        on_host = values.detach().to("cpu", TORCH[self._store.dtype]).contiguous()
+        self._store.scatter(rows, memory_of(on_host))
+
     def tensor(self) -> torch.Tensor:
-        """Return the table itself, sharing its memory."""
-        return to_torch(self.store.array)
+        store = self._store
+        return to_torch(store.array if isinstance(store, ArrayStore) else store.map_to_write())
+
+    def close(self) -> None:
+        self._store.close()
 
 
-class FileTable(StoreTable):
-    """Rows in one .npy file."""
-
-    store: NpyStore
-
-    @property
-    def files(self) -> Sequence[str]:
-        return self.store.paths
-
-    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        with torch.no_grad(), self.store.mapped() as array:
-            function(to_torch(array))
-
-    def tensor(self) -> torch.Tensor:
-        return to_torch(np.asarray(self.store.map_to_write()))
-
-
-class DeviceTable:
-    """Rows in the memory of a GPU, with the methods of a ``StoreTable``."""
-
-    files: Sequence[str] = ()
+class DeviceTable(Table):
+    """Rows in the memory of a GPU."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -105,21 +99,11 @@ class DeviceTable:
         converted = values.detach().to(self._tensor).view(self._rows.dtype)
         self._rows.index_copy_(0, self._index(rows), converted)
 
-    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        with torch.no_grad():
-            function(self._tensor)
-
     def tensor(self) -> torch.Tensor:
         return self._tensor
 
-    def close(self) -> None:
-        """Do nothing: memory needs no closing."""
-
     def _index(self, rows: Rows) -> torch.Tensor:
         return torch.from_numpy(rows).to(self._tensor.device)
-
-
-Table = MemoryTable | FileTable | DeviceTable
 
 
 @dataclass(frozen=True)
@@ -157,12 +141,12 @@ class Place:
             # The name has the first unused number.
             paths = (f"{self.file_name}{i}.memmap{key}.cpy.npy" for i in itertools.count())
             free_path = next(path for path in paths if not os.path.exists(path))
-            return FileTable(NpyStore.create(free_path, shape, dtype))
+            return HostTable(NpyStore.create(free_path, shape, dtype))
         device = torch.device(self.device_type)
         if device.type == "cuda" and torch.cuda.is_available():
             return DeviceTable(torch.zeros(shape, dtype=TORCH[dtype], device=device))
         pin: Any = "auto" if self.page_locked else False
-        return MemoryTable(PinnedStore.zeros(shape, dtype, pin=pin))
+        return HostTable(PinnedStore.zeros(shape, dtype, pin=pin))
 
 
 def table_dtype(value: Any) -> np.dtype[Any]:
