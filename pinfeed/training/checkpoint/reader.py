@@ -1,9 +1,12 @@
-"""resume(), exists() and check(): read the last complete save of a checkpoint."""
+"""resume(), exists() and check(): read and check the last complete save of a checkpoint."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -21,23 +24,24 @@ from pinfeed.training.checkpoint.entries import (
     resumable_parts,
     tables_of,
 )
-from pinfeed.training.checkpoint.saves import (
+from pinfeed.training.checkpoint.writer import (
+    FORMAT,
     MANIFEST,
+    Path,
     SaveDirectory,
-    check_file,
     rank_directories,
-    read_manifest,
     save_numbers,
 )
 from pinfeed.training.distributed.lockstep import RankStep
-from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
+from pinfeed.training.row_file import check_rows_file, checksums, open_plain, restore_rows
 from pinfeed.validation.arguments import check_path
 
-Path = str | os.PathLike[str]
 T = TypeVar("T")
 
 # Files that are read at the same time, each with a buffer of 16 MiB.
 _N_THREADS = 4
+# A manifest has one checksum for every 16 MiB of rows.
+_MAX_BYTES = 64 << 20
 
 
 def resume(path: Path, **objects: Any) -> dict[str, Any]:
@@ -67,7 +71,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     saves = SaveDirectory(pathlib.Path(path), rank_group(objects.values()))
     with saves.report_failure():
         directory = saves.newest()
-        body = read_manifest(directory)
+        body = _read_manifest(directory)
         saved = body["objects"]
         every = {name: entry_for(name, value) for name, value in objects.items()}
         entries = {name: entry for name, entry in every.items() if not entry.is_returned}
@@ -140,9 +144,9 @@ def check(path: Path) -> dict[str, Any]:
         ArgumentError: If ``path`` is not a path.
     """
     directory = SaveDirectory(pathlib.Path(check_path(path))).newest()
-    body = read_manifest(directory)
+    body = _read_manifest(directory)
     for name, file in body["files"].items():
-        check_file(directory / name, file)
+        _check_file(directory / name, file)
     nbytes = sum(file["bytes"] for file in body["files"].values())
     kinds = {name: entry["kind"] for name, entry in body["objects"].items()}
     return {"directory": str(directory), "bytes": nbytes, "objects": kinds}
@@ -179,7 +183,7 @@ def _check_files(
         CheckpointError: If a file is missing, damaged, or of another table.
     """
     _for_each(
-        lambda file: check_file(directory / file[0], file[1], is_read_next=True),
+        lambda file: _check_file(directory / file[0], file[1], is_read_next=True),
         body["files"].items(),
     )
     needed = ["random.pt"]
@@ -256,3 +260,82 @@ def _load_random(path: pathlib.Path) -> Any:
             f"{path} is damaged: the random generators refuse it ({described(error)})"
         ) from error
     return state
+
+
+def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
+    """Read the manifest of a directory.
+
+    Returns:
+        ``files`` with their ``bytes`` and ``crc32``, and ``objects`` with their ``kind``.
+
+    Raises:
+        CheckpointError: If the manifest is missing or damaged.
+    """
+    path = directory / MANIFEST
+    try:
+        with open_plain(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > _MAX_BYTES:
+                raise ValueError(f"it has {size} bytes, expected at most {_MAX_BYTES}")
+            outer = json.loads(file.read())
+        text = outer["body"]
+        if zlib.crc32(text.encode()) != outer["crc32"]:
+            raise ValueError("its checksum is wrong")
+        body: dict[str, Any] = json.loads(text)
+        _check_body(body)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {described(error):.200}; "
+            f"remove {directory} to return to the previous save, if one exists"
+        ) from error
+    return body
+
+
+def _check_body(body: Mapping[str, Any]) -> None:
+    """Check the structure of a manifest.
+
+    Raises:
+        ValueError: If a value is invalid.
+    """
+    if body["format"] != FORMAT:
+        raise ValueError(f"format {body['format']}, expected {FORMAT}")
+    if any(os.path.basename(name) != name or name.startswith(".") for name in body["files"]):
+        raise ValueError("it names files outside its directory")
+    for file in body["files"].values():
+        if type(file["bytes"]) is not int or type(file["crc32"]) is not list:
+            raise ValueError(f"{file} is not a size with checksums")
+    for entry in body["objects"].values():
+        if entry["kind"] == "value" and "value" not in entry:
+            raise ValueError("a value is missing")
+
+
+def _check_file(
+    path: pathlib.Path, expected: Mapping[str, Any], *, is_read_next: bool = False
+) -> None:
+    """Check that a file has the size and the checksums of its manifest.
+
+    Args:
+        path: The file.
+        expected: Size and checksums.
+        is_read_next: Whether the file is read again soon, so that it stays in the page cache.
+
+    Raises:
+        CheckpointError: If the size or a checksum differs, or the file cannot be read.
+    """
+    try:
+        size = os.stat(path).st_size
+        found = checksums(str(path), is_read_next=is_read_next) if size == expected["bytes"] else []
+    except (OSError, ValueError) as error:
+        # A ValueError means that no file can have this name.
+        raise CheckpointError(f"{path} cannot be read: {described(error)}") from error
+    if size != expected["bytes"]:
+        raise CheckpointError(
+            f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}"
+        )
+    if found != expected["crc32"]:
+        pairs = itertools.zip_longest(found, expected["crc32"])
+        # Without a difference, the manifest has further checksums, which are null.
+        chunk = next((i for i, (one, other) in enumerate(pairs) if one != other), len(found))
+        raise CheckpointError(
+            f"{path} is damaged: "
+            f"its checksum is wrong in chunk {chunk} of {len(found)} (16 MiB each)"
+        )
