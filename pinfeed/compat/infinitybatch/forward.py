@@ -33,7 +33,7 @@ from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.large_batch.whole_steps import WholeSteps
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import call_model
-from pinfeed.validation.arguments import whole_number
+from pinfeed.validation.arguments import check_choice, whole_number
 
 _STRATEGIES = ("auto", "plain", "two_pass", "checkpoint", "offload")
 
@@ -58,10 +58,7 @@ class BatchForward:
         strategy: str,
         verify: bool = True,
     ) -> None:
-        if strategy not in _STRATEGIES:
-            raise ArgumentError(
-                f"strategy={strategy!r}: expected one of {', '.join(map(repr, _STRATEGIES))}"
-            )
+        check_choice(strategy, "strategy", _STRATEGIES)
         if chunk_size is not None:
             whole_number(chunk_size, "chunk_size")
         self._config = config or limits.MemoryLimits()
@@ -129,10 +126,9 @@ class BatchForward:
             predictor = None
             if self._chunk_size is None:
                 predictor = MemoryPredictor(model, self._config, inputs, optimizer=optimizer)
-            if self._strategy == "auto":
-                size = self._chunk_size
-                return choose_strategy(spec, (inputs, None), size, predictor, self._verifier)
             size = self._chunk_size
+            if self._strategy == "auto":
+                return choose_strategy(spec, (inputs, None), size, predictor, self._verifier)
             if predictor is not None:
                 size = predictor.chunk_size("two_pass", n)
         except EstimateError as error:

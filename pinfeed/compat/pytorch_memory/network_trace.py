@@ -114,16 +114,15 @@ def trace_input_shape(model: Any, input_shape: Any) -> ForwardTrace:
     batch_shapes = [(1, *shape)]
     if shape and 0 not in shape:
         batch_shapes.insert(0, shape)
-    first_error: EstimateError | None = None
+    errors = []
     for n, *sample_shape in batch_shapes:
         for dtype in (_float_dtype(model), torch.int64):
             try:
                 samples = samples_of(tuple(sample_shape), dtype, "input")
                 return trace_forward(model, samples, n)
             except EstimateError as error:
-                first_error = first_error or error
-    assert first_error is not None
-    raise first_error
+                errors.append(error)
+    raise errors[0]
 
 
 def _float_dtype(model: Any) -> torch.dtype:
@@ -225,7 +224,7 @@ def find_sample_format(model_class: Any, input_shape: Any, input_dtype: Any) -> 
             that of the first trial.
     """
     model = check_model_class(model_class)
-    first_error: EstimateError | None = None
+    errors = []
     for integers in _conversions(input_shape, input_dtype):
         converting: Any = functools.partial(ConvertingModel, model, integers)
         if isinstance(model, nn.Module):
@@ -238,7 +237,7 @@ def find_sample_format(model_class: Any, input_shape: Any, input_dtype: Any) -> 
                 two = trace_forward(converting, samples, 2)
                 three = trace_forward(converting, samples, 3)
             except EstimateError as error:
-                first_error = first_error or error
+                errors.append(error)
                 continue
             found = SampleFormat(converting, shape, three.n_variables - two.n_variables)
             if (two.n_outputs, three.n_outputs) == (2, 3):
@@ -247,8 +246,7 @@ def find_sample_format(model_class: Any, input_shape: Any, input_dtype: Any) -> 
             unconfirmed = found
         if unconfirmed is not None:
             return unconfirmed
-    assert first_error is not None
-    raise first_error
+    raise errors[0]
 
 
 def _conversions(input_shape: Any, input_dtype: Any) -> list[Integers]:

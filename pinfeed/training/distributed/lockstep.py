@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -147,12 +147,12 @@ class Lockstep:
         message[:, :_N_HEADER] = _STEPS.index(step), batch, table, len(text)
         message[:, _N_HEADER:stop] = given
         one = [1] * self.size
-        found = self.exchange("control bytes", message.view(np.uint8), one, one).view(np.int64)
+        found = self._exchange_message(message.view(np.uint8), one, one).view(np.int64)
         n_bytes = found[:, _N_AGREED].tolist()
         reasons = [""] * self.size
         if any(n_bytes):
             sent = np.tile(text, self.size)[:, None]
-            texts = self.exchange("control bytes", sent, [len(text)] * self.size, n_bytes)[:, 0]
+            texts = self._exchange_message(sent, [len(text)] * self.size, n_bytes)[:, 0]
             split = np.split(texts, np.cumsum(n_bytes)[:-1])
             reasons = [one.tobytes().decode() for one in split]
         agreed = found[:, :_N_AGREED]
@@ -197,18 +197,6 @@ class Lockstep:
             self.end()
             raise
 
-    def exchange(
-        self,
-        kind: str,
-        sent: npt.NDArray[np.uint8],
-        n_sent: Sequence[int],
-        n_received: Sequence[int],
-    ) -> npt.NDArray[np.uint8]:
-        """Exchange rows of bytes on the host, as ``exchange_tensor`` does."""
-        rows = torch.from_numpy(sent)
-        found: npt.NDArray[np.uint8] = self.exchange_tensor(kind, rows, n_sent, n_received).numpy()
-        return found
-
     def exchange_rows(
         self,
         kind: str,
@@ -235,7 +223,7 @@ class Lockstep:
             for of_table, lengths in zip(rows, zip(*nbytes_sent, strict=True), strict=True)
         ]
         sent = torch.cat([part for for_rank in zip(*parts, strict=True) for part in for_rank])
-        received = self.exchange_tensor(
+        received = self._exchange_bytes(
             kind, sent[:, None], [*map(sum, nbytes_sent)], [*map(sum, nbytes_received)]
         )
         received_parts = received[:, 0].split([*itertools.chain(*nbytes_received)])
@@ -246,7 +234,13 @@ class Lockstep:
             for i, of_table in enumerate(rows)
         ]
 
-    def exchange_tensor(
+    def _exchange_message(
+        self, sent: npt.NDArray[np.uint8], n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> npt.NDArray[Any]:
+        message = torch.from_numpy(sent)
+        return self._exchange_bytes("control bytes", message, n_sent, n_received).numpy()
+
+    def _exchange_bytes(
         self, kind: str, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> torch.Tensor:
         """Exchange rows of bytes, shape (n, row_nbytes), as ``Channel.all_to_all`` does.

@@ -35,7 +35,7 @@ from pinfeed.training.embeddings.table_arguments import (
     zero_row,
 )
 from pinfeed.training.row_file import CHUNK_BYTES, row_chunks, write_rows
-from pinfeed.validation.arguments import check_flag
+from pinfeed.validation.arguments import check_choice, check_flag
 
 Gradients = Literal["mean", "sum"]
 
@@ -99,8 +99,7 @@ class ShardedEmbedding(HostEmbedding):
         store: Store | Path | None = None,
         **options: Any,
     ) -> None:
-        if gradients not in get_args(Gradients):
-            raise ArgumentError(f"gradients={gradients!r}: expected 'mean' or 'sum'")
+        check_choice(gradients, "gradients", get_args(Gradients))
         for option, reason in _REFUSED.items():
             value = options.get(option)
             # max_norm=0 is a limit, too.
