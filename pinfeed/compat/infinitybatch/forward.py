@@ -27,7 +27,7 @@ from pinfeed.training.large_batch.batches import (
 )
 from pinfeed.training.large_batch.chunked_gradients import RecomputedChunks
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
-from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, device_of
 from pinfeed.training.large_batch.strategy_choice import StrategyChoice, choose_strategy
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.large_batch.whole_steps import WholeSteps
@@ -77,23 +77,16 @@ class BatchForward:
             self._whole.close()
         self._whole = None
 
-    def outputs(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        optimizer: Any,
-        device: torch.device,
-        back: torch.device,
-    ) -> Any:
+    def outputs(self, model: nn.Module, inputs: Any, optimizer: Any, back: torch.device) -> Any:
         """Return the outputs of a batch.
 
         Args:
-            model: The model, on ``device``.
+            model: The model.
             inputs: The inputs of the batch, on any device.
             optimizer: The optimizer of the model; None if it is unknown.
-            device: Device of the model.
             back: Device of the outputs.
         """
+        device = device_of(model)
         inputs = as_tensors(inputs)
         # The strategies are compared by their gradients, also before an evaluation.
         with torch.enable_grad():

@@ -22,13 +22,10 @@ from pinfeed.training.large_batch.strategy_choice import StrategyChoice
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 from pinfeed.validation.arguments import whole_number
 
-_CALLBACK_METHODS = (
-    "on_train_begin",
-    "on_epoch_begin",
-    "on_batch_end",
-    "on_epoch_end",
-    "on_train_end",
-)
+_SET_ONCE = ("model", "optimizer", "criterion")
+"""Attributes that do not change after they were set."""
+_EVENTS = ("on_train_begin", "on_epoch_begin", "on_batch_end", "on_epoch_end", "on_train_end")
+"""Methods of callback objects."""
 
 
 class InfinityBatchError(ArgumentError):
@@ -79,6 +76,9 @@ class InfinityBatch:
         callbacks: Callback objects, called in this order.
 
     Attributes:
+        model: The model that is trained. It can be set once.
+        optimizer: The optimizer of the model's parameters. It can be set once.
+        criterion: The loss function. It can be set once.
         inputs: The inputs by epoch. The last batch is ``inputs[-1][-1]``; no other batch is kept.
         outputs: The same for the outputs.
         targets: The same for the targets.
@@ -107,14 +107,10 @@ class InfinityBatch:
         if not torch.cuda.is_available():
             warn("there is no CUDA device, so batches are computed on the CPU, in host memory", 3)
         self._batch_forward = BatchForward(config, chunk_size, strategy, verify)
-        self._model: nn.Module | None = None
-        self._optimizer: Any = None
-        self._criterion: Any = None
         self.forward_device: torch.device | None = None
         self._loss: torch.Tensor | None = None
         self._batch_loss: torch.Tensor | None = None
         self._recorder = Recorder()
-        self._missing_calls = MissingCalls(None)
         self._is_stopped = False
         self.verbose_mode = verbose
         self.inputs: list[Any] = []
@@ -122,9 +118,9 @@ class InfinityBatch:
         self.targets: list[Any] = []
         self.backward_device = backward_device
         self.dataloader = dataloader
-        self.model = model
-        self.optimizer = optimizer
-        self.criterion = criterion
+        self.model: Any = model
+        self.optimizer: Any = optimizer
+        self.criterion: Any = criterion
 
     def __call__(self, num_epochs: int) -> None:
         """Do the same as ``train``."""
@@ -256,10 +252,7 @@ class InfinityBatch:
     def _outputs(self, inputs: Any) -> Any:
         """Return the outputs of a whole batch, on the backward device."""
         model = self._required("model")
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return self._batch_forward.outputs(
-            model, inputs, self._optimizer, device, self._backward_device
-        )
+        return self._batch_forward.outputs(model, inputs, self.optimizer, self._backward_device)
 
     def loss(self) -> None:
         """Compute the loss of the last outputs and targets, for ``losses`` and ``backward``.
@@ -332,41 +325,22 @@ class InfinityBatch:
                 ended.clear()
             container.append(LastOnly())
 
-    @property
-    def model(self) -> nn.Module | None:
-        """The model that is trained. It can be set once."""
-        return self._model
-
-    @model.setter
-    def model(self, model: nn.Module | None) -> None:
-        if self._is_unset("model"):
-            self._model = model
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = "optimizer" if name == "optimier" else name
+        if name in _SET_ONCE and vars(self).get(name) is not None:
+            warn(f"{name} was set before and does not change; make a new InfinityBatch", 3)
+            return
+        super().__setattr__(name, value)
+        if name == "model":
             self.updateforwarddevice()
             self.checkdevices_()
+        elif name == "optimizer":
+            self._missing_calls = MissingCalls(value)
 
     @property
-    def optimizer(self) -> Any:
-        """The optimizer of the model's parameters. It can be set once."""
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
-        if self._is_unset("optimizer"):
-            self._optimizer = optimizer
-            self._missing_calls = MissingCalls(optimizer)
-
-    optimier = optimizer
-    """Alias of ``optimizer``, as the README of infinitybatch spells it."""
-
-    @property
-    def criterion(self) -> Any:
-        """The loss function. It can be set once."""
-        return self._criterion
-
-    @criterion.setter
-    def criterion(self, criterion: Any) -> None:
-        if self._is_unset("criterion"):
-            self._criterion = criterion
+    def optimier(self) -> Any:
+        """Alias of ``optimizer``, as the README of infinitybatch spells it."""
+        return self.optimizer
 
     @property
     def dataloader(self) -> Any:
@@ -390,8 +364,8 @@ class InfinityBatch:
 
     def changemodeldevice(self, device: torch.device | str | int) -> None:
         """Move the model to a device."""
-        if self._model is not None:
-            self._model.to(device)
+        if self.model is not None:
+            self.model.to(device)
             self.updateforwarddevice()
             self.checkdevices_()
 
@@ -399,10 +373,9 @@ class InfinityBatch:
         """Set ``forward_device`` to the device that the model is on now."""
         before = self.forward_device
         self.forward_device = None
-        if self._model is not None:
-            self.forward_device = next(
-                (p.device for p in self._model.parameters() if p.requires_grad), None
-            )
+        if self.model is not None:
+            devices = (p.device for p in self.model.parameters() if p.requires_grad)
+            self.forward_device = next(devices, None)
             if self.forward_device is None:
                 warn("the model has no trainable parameter", 3)
         if self.forward_device != before:
@@ -423,11 +396,10 @@ class InfinityBatch:
         self._missing_calls.epoch_begins()
         self._call_back("on_epoch_begin", self, self._recorder.n_epochs - 1)
         n_batches = 0
-        with contextlib.ExitStack() as stack:
-            batches = iter(loader)
-            if hasattr(batches, "close"):
-                # The reader thread of a feeder ends with the loop, also after a break.
-                stack.callback(batches.close)
+        batches = iter(loader)
+        # The reader thread of a feeder ends with the loop, also after a break.
+        can_close = hasattr(batches, "close")
+        with contextlib.closing(batches) if can_close else contextlib.nullcontext():
             for batch in batches:
                 # The training step may have cleared the containers.
                 if not self.inputs:
@@ -456,14 +428,8 @@ class InfinityBatch:
             if (found := getattr(callback, method, None)) is not None:
                 found(*args)
 
-    def _is_unset(self, name: str) -> bool:
-        if getattr(self, f"_{name}") is not None:
-            warn(f"{name} was set before and does not change; make a new InfinityBatch", 4)
-            return False
-        return True
-
     def _required(self, name: str) -> Any:
-        found = getattr(self, f"_{name}")
+        found = getattr(self, name)
         if found is None:
             raise InfinityBatchError(f"{name} is not set; set it: ib.{name} = {name}")
         return found
@@ -507,12 +473,12 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     Raises:
         ArgumentError: If an object has none of the methods of callbacks.
     """
-    expected = f"expected a list of objects with some of {', '.join(_CALLBACK_METHODS)}"
+    expected = f"expected a list of objects with some of {', '.join(_EVENTS)}"
     if not isinstance(callbacks, Iterable):
         raise ArgumentError(f"callbacks={callbacks!r}: {expected}")
     found = list(callbacks)
     for callback in found:
-        methods = [getattr(callback, name, None) for name in _CALLBACK_METHODS]
+        methods = [getattr(callback, name, None) for name in _EVENTS]
         if isinstance(callback, type) or not any(map(callable, methods)):
             raise ArgumentError(f"callbacks= has {callback!r}; {expected}")
     return found
