@@ -15,7 +15,7 @@ from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import count_parameters
-from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, map_tensors, samples_of
 from pinfeed.training.memory_model.training_step import StepRun, call_model
 
 Integers = Literal["as they are", "as floats", "as int64"]
@@ -189,8 +189,7 @@ class ConvertingModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's own outputs."""
-        leaves, rebuild = flatten((args, kwargs))
-        args, kwargs = rebuild(iter([self._converted(leaf) for _, leaf in leaves]))
+        args, kwargs = map_tensors(self._converted, (args, kwargs))
         return self.model(*args, **kwargs)
 
     def _converted(self, value: torch.Tensor) -> torch.Tensor:
