@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from pinfeed.compat.infinitybatch.evaluation import Means, Metrics, check_metrics, in_eval_mode
 from pinfeed.compat.infinitybatch.forward import BatchForward
-from pinfeed.compat.infinitybatch.history import History, Recorder
+from pinfeed.compat.infinitybatch.history import (
+    History,
+    Means,
+    Metrics,
+    Recorder,
+    check_metrics,
+)
 from pinfeed.compat.infinitybatch.missing_calls import MissingCalls, warn
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
@@ -498,6 +503,20 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
             "structure"
         )
     return batch[0], batch[1]
+
+
+@contextlib.contextmanager
+def in_eval_mode(*values: Any) -> Iterator[None]:
+    """Put the modules among the values in eval mode, and restore the modes at the end."""
+    modules = [value for value in values if isinstance(value, nn.Module)]
+    were_training = [part for module in modules for part in module.modules() if part.training]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part in were_training:
+            part.training = True
 
 
 def _with_index(device: torch.device) -> torch.device:
