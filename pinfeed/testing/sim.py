@@ -379,13 +379,13 @@ def _reading(
         return lambda: part.read(target())
 
     def read() -> None:
-        rows, out = numbers(), target()
-        if not is_paired:
-            part.store.gather(_in_range(rows, part.store), out)
-            return
-        found = np.empty((len(rows) // 2, *out.shape[1:]), out.dtype)
-        part.store.gather(_in_range(rows[::2], part.store), found)
-        _put_rows(out, rows[1::2], found)
+        rows, places = numbers(), None
+        if is_paired:
+            rows, places = rows[::2], rows[1::2]
+        out = target()
+        found = np.empty((len(rows), *out.shape[1:]), out.dtype)
+        part.store.gather(_in_range(rows, part.store), found)
+        _put_rows(out, places, found)
 
     return read
 

@@ -122,6 +122,7 @@ class ReadOnlyStoreTests:
             *misfits((2, 3, 2), (12,)),
             np.zeros((6, 2), np.float32).T,
             np.broadcast_to(np.zeros(6, np.float32), (2, 6)),
+            np.frombuffer(bytes(48), np.float32).reshape(2, 6),
         ],
         ids=_id,
     )
@@ -131,13 +132,6 @@ class ReadOnlyStoreTests:
         with pytest.raises(ArgumentError):
             rows[1].gather(np.array([3, 1]), out)
         assert out is None or not np.any(out)
-
-    def test_gather_refuses_memory_that_is_read_only(self, rows: tuple[Array, Store]) -> None:
-        out = np.zeros((2, 6), np.float32)
-        out.flags.writeable = False
-        with pytest.raises(ArgumentError):
-            rows[1].gather(np.array([3, 1]), out)
-        assert not out.any()
 
     def test_several_gathers_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
         array, store = rows

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.compat.speedtorch.placement import HostTable, Place, Table, staging_tensor
+from pinfeed.compat.speedtorch.placement import HostTable, Place, Table, as_numpy, staging_tensor
 from pinfeed.compat.speedtorch.tables import (
     FileName,
     SingleTable,
@@ -66,7 +66,7 @@ class DataGadget(SingleTable):
         Raises:
             RowIndexError: If an index is out of range or is not an index.
         """
-        picked = self._picked(_as_numpy(indexes))
+        picked = self._picked(as_numpy(indexes))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         out = staging_tensor(picked.shape, TORCH[picked.dtype], device)
         memory_of(out)[...] = picked
@@ -85,10 +85,10 @@ class DataGadget(SingleTable):
             WriteBackError: If the shapes do not match, or the values cannot be converted. In both
                 cases no row changes.
         """
-        index = _as_numpy(indexes)
+        index = as_numpy(indexes)
         array = self._array()
         try:
-            array[index] = np.asarray(_as_numpy(dataObject), dtype=array.dtype)
+            array[index] = np.asarray(as_numpy(dataObject), dtype=array.dtype)
         except (IndexError, OverflowError, TypeError, ValueError) as error:
             # This raises RowIndexError if the index is the cause.
             expected = self._picked(index).shape
@@ -176,13 +176,6 @@ class DataGadgetMM(DataGadget):
             tables[""] = place.new_table((rows.n_rows, *rows.row_shape), rows.dtype)
             copy_all_rows(rows, tables[""])
         return tables[""]
-
-
-def _as_numpy(value: Any) -> Any:
-    """Return an index with arrays in place of tensors, also within a tuple."""
-    if isinstance(value, tuple):
-        return tuple(map(_as_numpy, value))
-    return memory_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
 
 
 def _in_c_order(source: Any) -> Any:

@@ -29,6 +29,13 @@ def staging_tensor(
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
+def as_numpy(value: Any) -> Any:
+    """Return ids or an index with arrays in place of tensors, also within a tuple."""
+    if isinstance(value, tuple):
+        return tuple(map(as_numpy, value))
+    return memory_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
+
+
 class Table:
     """Rows of a table, of any dtype."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pinfeed.compat.speedtorch.placement import Table, table_dtype
+from pinfeed.compat.speedtorch.placement import Table, as_numpy, table_dtype
 from pinfeed.compat.speedtorch.tables import SingleTable, Tables
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
@@ -105,14 +105,9 @@ class SlotTables(Tables):
 
     def _rows(self, *ids: Any) -> Rows:
         """Return the row indices of a batch, shape (n,), after checking them."""
-        arrays = []
-        for each in ids:
-            if each is not None:
-                array = np.asarray(each.detach().cpu() if isinstance(each, torch.Tensor) else each)
-                arrays.append(array.reshape(-1))
-        return np.concatenate(
-            [check_rows(array, self.total_classes, type(self).__name__) for array in arrays]
-        )
+        name = type(self).__name__
+        arrays = [np.asarray(as_numpy(each)).reshape(-1) for each in ids if each is not None]
+        return np.concatenate([check_rows(array, self.total_classes, name) for array in arrays])
 
     def _copy_in(self, slots: Slots) -> None:
         raise NotImplementedError

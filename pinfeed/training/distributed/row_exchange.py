@@ -114,24 +114,16 @@ class ExchangePlan(NamedTuple):
     """Numbers of the rows by rank."""
 
 
+@dataclass(frozen=True)
 class RowExchange:
-    """Exchanges the rows of each batch of a loop.
+    """Exchanges the rows of each batch of a loop."""
 
-    Args:
-        lockstep: The ranks' lockstep. Nothing else uses it at the same time.
-        partitions: Assignment of rows to ranks, for each table.
-        changing: This rank's rows that may change, for each table.
-    """
-
-    def __init__(
-        self,
-        lockstep: Lockstep,
-        partitions: Sequence[RowPartition],
-        changing: Sequence[ChangingRows],
-    ) -> None:
-        self._lockstep = lockstep
-        self._partitions = partitions
-        self._changing = changing
+    lockstep: Lockstep
+    """Lockstep of the ranks. Nothing else uses it at the same time."""
+    partitions: Sequence[RowPartition]
+    """Assignment of rows to ranks, for each table."""
+    changing: Sequence[ChangingRows]
+    """Rows of this rank that may change, for each table."""
 
     def exchange(self, number: int, wanted: Sequence[Rows]) -> list[ExchangePlan]:
         """Exchange the rows of a batch.
@@ -146,25 +138,22 @@ class RowExchange:
         Raises:
             RankError: If another rank has failed, has left, or has no more batches.
         """
-        lockstep = self._lockstep
-        by_owner = [
-            partition.by_owner(ids) for partition, ids in zip(self._partitions, wanted, strict=True)
-        ]
+        lockstep = self.lockstep
+        of_tables = list(zip(self.partitions, wanted, strict=True))
+        by_owner = [partition.by_owner(rows) for partition, rows in of_tables]
         n_wanted = [n_by_rank for _, n_by_rank in by_owner]
         numbers = lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
         with lockstep.no_report():
             n_given = numbers.T.tolist()
             ids = [
                 _column(partition.local(rows)[order])
-                for partition, rows, (order, _) in zip(
-                    self._partitions, wanted, by_owner, strict=True
-                )
+                for (partition, rows), (order, _) in zip(of_tables, by_owner, strict=True)
             ]
             asked = lockstep.exchange_rows("ids", ids, n_wanted, n_given)
             with self.report_bad_batch(number):
                 offers = [
                     _Offer(*of_table)
-                    for of_table in zip(self._changing, map(_flat, asked), n_given, strict=True)
+                    for of_table in zip(self.changing, map(_flat, asked), n_given, strict=True)
                 ]
             n_sent = [offer.n_sent for offer in offers]
             numbers = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
@@ -186,7 +175,7 @@ class RowExchange:
         try:
             yield
         except BaseException as error:
-            self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
+            self.lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
             raise
 
 
