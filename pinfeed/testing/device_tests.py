@@ -257,18 +257,15 @@ class DeviceTests:
             _ = 1 / 0
         assert device.current_stream() == before
 
-    def test_memory_of_the_host_is_an_array(self, device: Device) -> None:
-        if not device.unified:
-            pytest.skip("its memory is not the host's")
-        memory = device.empty(24, device.current_stream())
-        np.ndarray((3,), np.float64, memory)[:] = [1, 2, 3]
-        tensor = device.tensor(memory, (3,), np.dtype(np.float64))
-        self.expect(device, tensor, np.array([1.0, 2.0, 3.0]), device.current_stream())
-
-    def test_values_on_the_host_may_be_arrays(self, device: Device) -> None:
+    def test_memory_of_the_host_and_arrays_on_it(self, device: Device) -> None:
+        """A device with the memory of the host also takes arrays in the place of tensors."""
         if not device.unified:
             pytest.skip("its memory is not the host's")
         stream = device.current_stream()
+        memory = device.empty(24, stream)
+        np.ndarray((3,), np.float64, memory)[:] = [1, 2, 3]
+        tensor = device.tensor(memory, (3,), np.dtype(np.float64))
+        self.expect(device, tensor, np.array([1.0, 2.0, 3.0]), stream)
         store = self.store(np.zeros(4))
         assert device.reaches(store)
         values = np.array([1.0, 2.0])

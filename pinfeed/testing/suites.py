@@ -9,7 +9,6 @@ Subclass a suite in a test file, and override ``make``. The suites need pytest.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -239,14 +238,12 @@ class StoreTests(ReadOnlyStoreTests):
             for value in range(100):
                 store.scatter(written, np.full((25, 6), value, np.float32))
 
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
+        with ThreadPoolExecutor(1) as threads:
+            writing = threads.submit(write)
             out = np.empty((25, 6), np.float32)
             for _ in range(100):
                 store.gather(others, out)
                 np.testing.assert_array_equal(out, array[others])
-        finally:
-            writer.join()
+            writing.result()
         array[written] = 99
         np.testing.assert_array_equal(self.contents(store), array)

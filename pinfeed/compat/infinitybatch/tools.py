@@ -50,31 +50,28 @@ class CudaMemorySnapShot:
     def __init__(
         self, device_id: torch.device | str | int | None = None, synchronize: bool = True
     ) -> None:
+        has_gpu = torch.cuda.is_available()
+        if has_gpu and synchronize:
+            torch.cuda.synchronize(device_id)
+        free, total = torch.cuda.mem_get_info(device_id) if has_gpu else (0, 0)
+        # Before its first allocation, and without a GPU, torch has no statistics.
+        stats: dict[str, int] = torch.cuda.memory_stats(device_id) if has_gpu else {}
         self.device = device_id
         """The device as it was given."""
-        self.total = 0
+        self.total = total
         """Bytes of the device's memory."""
-        self.free = 0
+        self.free = free
         """Bytes of the device's memory that any process may still take."""
-        self.reserved = 0
+        self.reserved = stats.get("reserved_bytes.all.current", 0)
         """Bytes that torch's allocator has reserved."""
-        self.allocated = 0
+        self.allocated = stats.get("allocated_bytes.all.current", 0)
         """Bytes of torch's tensors."""
-        self.inactive = 0
+        self.inactive = stats.get("inactive_split_bytes.all.current", 0)
         """Bytes of the free parts of reserved blocks that are partly in use. The allocator cannot
         return them to the device."""
         self.process = ProcessMemory.now()
         """Resident memory of the process, with its parts ``anonymous``, ``file``, ``shared``,
         ``pinned`` and ``peak``; a part that the system does not report is None."""
-        if torch.cuda.is_available():
-            if synchronize:
-                torch.cuda.synchronize(device_id)
-            self.free, self.total = torch.cuda.mem_get_info(device_id)
-            self.reserved = torch.cuda.memory_reserved(device_id)
-            self.allocated = torch.cuda.memory_allocated(device_id)
-            # Before its first allocation, torch has no statistics.
-            stats = torch.cuda.memory_stats(device_id)
-            self.inactive = stats.get("inactive_split_bytes.all.current", 0)
 
     @property
     def free_cache(self) -> int:
@@ -173,7 +170,7 @@ def is_equal_with_error(one: torch.Tensor, another: torch.Tensor, detach: bool =
     if one.shape != another.shape:
         return False
     first, second = (value.detach().cpu().double() for value in (one, another))
-    return bool(((first == second) | ((first - second).abs() <= ERROR_TOLERANCE)).all())
+    return torch.allclose(first, second, rtol=0, atol=ERROR_TOLERANCE)
 
 
 def compare_with_error_(one: Any, another: Any) -> bool:

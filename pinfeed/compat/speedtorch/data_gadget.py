@@ -16,7 +16,6 @@ from pinfeed.compat.speedtorch.tables import (
     SingleTable,
     copy_all_rows,
     find_file,
-    new_tables,
 )
 from pinfeed.errors import RowIndexError, StoreError, WriteBackError, described
 from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
@@ -118,11 +117,9 @@ class DataGadget(SingleTable):
         self._open(store)
 
     def _open(self, source: Any) -> None:
-        self._use({"": self._table_of(source)})
+        store = PinnedStore(_in_c_order(source), pin="auto" if self.CPUPinn else False)
+        self._use({"": HostTable(store)})
         self.fileName = source
-
-    def _table_of(self, source: Any) -> Table:
-        return HostTable(PinnedStore(_in_c_order(source), pin="auto" if self.CPUPinn else False))
 
     def _array(self) -> npt.NDArray[Any]:
         return memory_of(self._all()[""].tensor())
@@ -161,7 +158,7 @@ class DataGadgetMM(DataGadget):
         super().__init__(fileName, CPUPinn)
         self.diskname = diskname
 
-    def _table_of(self, source: Any) -> Table:
+    def _open(self, source: Any) -> None:
         if isinstance(source, (str, os.PathLike)):
             store = NpyStore(os.path.abspath(source), mode="r+")
             if len(store.paths) > 1 or np.load(store.paths[0], mmap_mode="r").dtype != store.dtype:
@@ -169,13 +166,15 @@ class DataGadgetMM(DataGadget):
                     f"{source}: DataGadgetMM writes to the file in place; expected one file in "
                     "this machine's byte order; use DataGadget, which makes a copy in memory"
                 )
-            return HostTable(store)
-        rows = source if isinstance(source, Store) else ArrayStore(source, name="fileName")
-        with new_tables() as tables:
-            place = Place(file_name=self.diskname)
-            tables[""] = place.new_table((rows.n_rows, *rows.row_shape), rows.dtype)
-            copy_all_rows(rows, tables[""])
-        return tables[""]
+            self._use({"": HostTable(store)})
+        else:
+            rows = source if isinstance(source, Store) else ArrayStore(source, name="fileName")
+            self._place = Place(file_name=self.diskname)
+            self._shape = (rows.n_rows, *rows.row_shape)
+            self.datatype = rows.dtype
+            with self._filling() as tables:
+                copy_all_rows(rows, tables[""])
+        self.fileName = source
 
 
 def _in_c_order(source: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from pinfeed.compat.speedtorch.placement import Table, table_dtype
+from pinfeed.compat.speedtorch.placement import Table, as_numpy, table_dtype
 from pinfeed.compat.speedtorch.tables import (
     FileName,
     copy_all_rows,
@@ -33,7 +33,7 @@ from pinfeed.compat.speedtorch.weight_table import (
 )
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.tensors.dtypes import BFLOAT16
-from pinfeed.tensors.numpy_torch import NUMPY, TORCH, memory_of, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.training.embeddings.optimizer_state import StateLayout, discover
 
 # These options select an implementation and do not change the state.
@@ -106,10 +106,7 @@ class StateTables(SlotTables):
         If saving fails, an existing file does not change. ``.npz`` is added to the name if it is
         missing.
         """
-        arrays = {
-            key: memory_of(value) if isinstance(value, torch.Tensor) else np.asarray(value)
-            for key, value in self.snapshot().items()
-        }
+        arrays = {key: as_numpy(value) for key, value in self.snapshot().items()}
         with self._writing(with_suffix(saveFileName, ".npz")) as file:
             np.savez(file, allow_pickle=False, **arrays)
 

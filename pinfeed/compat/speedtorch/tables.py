@@ -14,7 +14,7 @@ from pinfeed.compat.speedtorch.placement import Place, Table, table_dtype
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError
 from pinfeed.stores import ArrayStore, NpyStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16
-from pinfeed.tensors.numpy_torch import TORCH, memory_of
+from pinfeed.tensors.numpy_torch import memory_of, to_torch
 from pinfeed.training.row_file import atomic_write, row_chunks
 
 FileName = str | os.PathLike[str]
@@ -50,11 +50,9 @@ def copy_all_rows(source: Store, table: Table) -> None:
         raise StoreError(f"the saved table has shape {shape}; expected {table.shape}")
     for start, stop in row_chunks(source):
         rows = np.arange(start, stop, dtype=np.int64)
-        values = torch.empty(
-            (len(rows), *source.row_shape), dtype=TORCH[source.dtype], device="cpu"
-        )
-        source.gather(rows, memory_of(values))
-        table.write(rows, values)
+        values = np.empty((len(rows), *source.row_shape), source.dtype)
+        source.gather(rows, values)
+        table.write(rows, to_torch(values))
 
 
 def store_of_saved(value: Any, name: str) -> ArrayStore:
@@ -64,20 +62,6 @@ def store_of_saved(value: Any, name: str) -> ArrayStore:
         StoreError: If the value is not a tensor, or has no rows.
     """
     return ArrayStore(value.contiguous() if isinstance(value, torch.Tensor) else value, name=name)
-
-
-@contextlib.contextmanager
-def new_tables() -> Iterator[dict[str, Table]]:
-    """Yield a dict for new tables; if the block fails, close them and remove their files."""
-    tables: dict[str, Table] = {}
-    try:
-        yield tables
-    except BaseException:
-        for table in tables.values():
-            for path in table.files:
-                os.remove(path)
-            table.close()
-        raise
 
 
 class Tables:
@@ -157,12 +141,19 @@ class Tables:
 
         They are used after the block. If the block fails, the files of new tables are removed.
         """
-        with new_tables() as made:
-            tables = self._tables
+        tables = self._tables
+        made: dict[str, Table] = {}
+        try:
             if anew or tables is None:
                 self._make(made)
                 tables = made
             yield tables
+        except BaseException:
+            for table in made.values():
+                for path in table.files:
+                    os.remove(path)
+                table.close()
+            raise
         self._use(tables)
 
     def _use(self, tables: dict[str, Table]) -> None:
