@@ -113,36 +113,27 @@ class DeviceTests:
     def test_copies_of_one_call(self, device: Device) -> None:
         """Rows of several stores go from and to several places, as they do in a cache."""
         stream = device.current_stream()
-        arrays = {
-            name: [sample(n, shape, np.dtype(dtype)) for shape, dtype in _CACHED]
-            for name, n in (("gathered", 2), ("cache", 5), ("lent", 4), ("left", 1))
-        }
-        tensors = {
-            name: [self.upload(device, array, stream) for array in group]
-            for name, group in arrays.items()
-        }
-        places = {"into": [3, 0], "hits": [1, 2], "slots": [4, 0], "leaving": [2]}
-        uploaded = {
-            name: self.upload(device, np.array(rows, np.int32), stream)
-            for name, rows in places.items()
-        }
-        at = {
-            name: TensorRange(tensor, 0, len(places[name]))
-            for name, (tensor, _) in uploaded.items()
-        }
+        numbers, _n = self.upload(device, np.array([3, 0, 1, 2, 4, 0, 2], np.int32), stream)
+        into, hits, slots = (TensorRange(numbers, begin, 2) for begin in (0, 2, 4))
+        leaving = TensorRange(numbers, 6, 1)
         copies = []
-        for i in range(len(_CACHED)):
-            gathered, cache, lent, left = (group[i][0] for group in tensors.values())
+        staged = []
+        expected = []
+        for shape, dtype in _CACHED:
+            arrays = [sample(n, shape, np.dtype(dtype)) for n in (2, 5, 4, 1)]
+            uploads = [self.upload(device, array, stream) for array in arrays]
+            gathered, cache, lent, left = (tensor for tensor, _ in uploads)
             copies += [
-                RowCopy(gathered, lent, into=at["into"]),
-                RowCopy(cache, lent, at["slots"], at["hits"]),
-                RowCopy(cache, left, taken=at["leaving"]),
+                RowCopy(gathered, lent, into=into),
+                RowCopy(cache, lent, slots, hits),
+                RowCopy(cache, left, taken=leaving),
             ]
+            staged.append(uploads)
+            wanted = np.concatenate([arrays[0][1:], arrays[1][[4, 0]], arrays[0][:1]])
+            expected += [(lent, wanted), (left, arrays[1][[2]])]
         device.copy_rows(copies, stream)
-        for i, (gathered, cache, _, _) in enumerate(zip(*arrays.values(), strict=True)):
-            wanted = np.concatenate([gathered[1:], cache[[4, 0]], gathered[:1]])
-            self.expect(device, tensors["lent"][i][0], wanted, stream)
-            self.expect(device, tensors["left"][i][0], cache[[2]], stream)
+        for tensor, values in expected:
+            self.expect(device, tensor, values, stream)
 
     def test_no_rows_are_copied(self, device: Device) -> None:
         stream = device.current_stream()
