@@ -281,7 +281,7 @@ class SaveDirectory:
             return [numbers]
         lockstep = self._group.loop_lockstep
         n_own = [len(numbers)] * lockstep.size
-        n_received = lockstep.agree(step, numbers=len(numbers))[:, 0].tolist()
+        n_received = lockstep.agree(step, numbers=[len(numbers)])[:, 0].tolist()
         own = torch.tensor(numbers * lockstep.size, dtype=torch.int64)[:, None]
         found = lockstep.exchange_rows("control bytes", [own], [n_own], [n_received])[0][:, 0]
         return [of_rank.tolist() for of_rank in found.split(n_received)]

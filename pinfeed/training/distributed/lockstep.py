@@ -119,7 +119,7 @@ class Lockstep:
         batch: int = 0,
         table: int = 0,
         *,
-        numbers: npt.ArrayLike = 0,
+        numbers: npt.ArrayLike = (0,),
         reason: str = "",
     ) -> npt.NDArray[np.int64]:
         """Send the next step to all ranks, and check that all ranks take the same step.
@@ -141,7 +141,7 @@ class Lockstep:
         # A bytearray, because torch accepts only writable memory.
         text = np.frombuffer(bytearray(reason[:_MAX_REASON].encode()), np.uint8)
         self._batch = batch
-        given = np.atleast_1d(numbers)
+        given = np.asarray(numbers)
         stop = _N_HEADER + given.shape[-1]
         message = np.zeros((self.size, _N_HEADER + self._n_numbers), np.int64)
         message[:, :_N_HEADER] = _STEPS.index(step), batch, table, len(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -205,7 +206,7 @@ def _exchange(
     """
     link = tables[0].link
     of_ranks = link.lockstep.agree(step, *link.numbers, numbers=wishes)
-    wanted = [table for table, of_table in zip(tables, of_ranks.T, strict=True) if of_table.any()]
-    if wanted:
+    are_wanted = np.any(of_ranks, axis=0).tolist()
+    if wanted := [table for table, wish in zip(tables, are_wanted, strict=True) if wish]:
         with link.lockstep.no_report():
             exchange(wanted)
