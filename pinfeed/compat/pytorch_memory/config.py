@@ -158,7 +158,8 @@ class Config:
 
         A loop holds ``depth + 3`` batches at a time, even if more fit.
         """
-        return round_to(self._allowed_sample_count, self.sample_count_in_single_batch)
+        fitting = int(self.cpu_memory_limit) // max(1, self.sample_size * self.one_read_count)
+        return round_to(min(self.total_sample_count, fitting), self.sample_count_in_single_batch)
 
     @property
     def batch_count_in_memory(self) -> int:
@@ -228,13 +229,6 @@ class Config:
         ``model_memory_usage`` is not included.
         """
         return (self.budget.gpu_bytes - self.model_memory_usage) // self.batch_size
-
-    @property
-    def _allowed_sample_count(self) -> int:
-        return min(
-            self.total_sample_count,
-            int(self.cpu_memory_limit) // max(1, self.sample_size * self.one_read_count),
-        )
 
     @functools.cached_property
     def _format(self) -> SampleFormat:

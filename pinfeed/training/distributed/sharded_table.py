@@ -357,19 +357,17 @@ def _recorded_calls(fill: Fill, shape: tuple[int, int], dtype: torch.dtype) -> l
             f"init failed on a tensor without data ({described(error)}); {_EXPECTED}"
         ) from error
     calls: list[OperatorCall] = recorder.calls
-    for call in calls:
-        if not _is_elementwise(call, whole):
-            raise ArgumentError(
-                f"init calls {call[0]}, which needs the whole table at once; {_EXPECTED}"
-            )
-    if not calls:
-        raise ArgumentError(
-            "init has no effect on a tensor without data (like orthogonal and trunc_normal); "
-            f"{_EXPECTED}"
-        )
+    others = [call[0] for call in calls if not _is_elementwise(call, whole)]
     n_draws = sum(func in _DRAWS for func, _, _ in calls)
-    if n_draws > 1:
-        raise ArgumentError(f"init draws the same numbers {n_draws} times; {_EXPECTED}")
+    problem = ""
+    if others:
+        problem = f"calls {others[0]}, which needs the whole table at once"
+    elif not calls:
+        problem = "has no effect on a tensor without data (like orthogonal and trunc_normal)"
+    elif n_draws > 1:
+        problem = f"draws the same numbers {n_draws} times"
+    if problem:
+        raise ArgumentError(f"init {problem}; {_EXPECTED}")
     return calls
 
 
