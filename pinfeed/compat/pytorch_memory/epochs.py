@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class Feeder:
         device: Any = None,
     ) -> None:
         self.configs = configs
-        self._n_epochs = 0
+        self._epoch_numbers = itertools.count()
         self._device = device
         self._apply = (apply_on_input_batch, apply_on_output_batch)
         inputs = _as_sequence(input_list)
@@ -144,12 +145,7 @@ class Feeder:
             ArgumentError: If ``epoch_count`` is not a whole number, or is negative.
         """
         n = whole_number(epoch_count, "epoch_count", least=0)
-        return (self._next_epoch() for _ in range(n))
-
-    def _next_epoch(self) -> Epoch:
-        number = self._n_epochs
-        self._n_epochs += 1
-        return Epoch(self._batches, number)
+        return (Epoch(self._batches, next(self._epoch_numbers)) for _ in range(n))
 
     def _batches(self, number: int) -> Iterator[tuple[Any, Any]]:
         """Read the batches of an epoch."""
