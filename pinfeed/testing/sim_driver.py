@@ -102,55 +102,53 @@ class SimDriver:
         assert self._error is not None, f"the engine reports error {code}, but no call has failed"
         raise self._error
 
-    def _guarded(self, call: Callable[..., int]) -> Callable[..., int]:
-        """Return a function that keeps an error, because none can pass through compiled code."""
+    def _guarded(self, call: Callable[..., int | None]) -> Callable[..., int]:
+        """Return a function that keeps an error, because none can pass through compiled code.
+
+        A call that returns nothing has succeeded.
+        """
 
         def guarded(*arguments: Any) -> int:
             try:
                 # A handle of 0 is None.
-                return call(*(argument or 0 for argument in arguments))
+                return call(*(argument or 0 for argument in arguments)) or 0
             except BaseException as error:
                 self._error = error
                 return _FAILED
 
         return guarded
 
-    def _push(self, context: int) -> int:
+    def _push(self, context: int) -> None:
         assert context == self._table.context
-        return 0
 
-    def _pop(self, context: int) -> int:
-        return 0
+    def _pop(self, context: int) -> None:
+        """Do nothing, because the device has one context."""
 
-    def _exchange_capture_mode(self, mode: int) -> int:
-        return 0
+    def _exchange_capture_mode(self, mode: int) -> None:
+        """Do nothing, because no graph is captured."""
 
-    def _create(self, out: Any, flags: int) -> int:
+    def _create(self, out: Any, flags: int) -> None:
         out[0] = self._new_handle()
-        return 0
 
-    def _destroy(self, event: int) -> int:
+    def _destroy(self, event: int) -> None:
         del self._events[event]
-        return 0
 
-    def _record(self, event: int, stream: int) -> int:
+    def _record(self, event: int, stream: int) -> None:
         self._events[event] = self._stream(stream).record()
-        return 0
 
-    def _wait(self, stream: int, event: int, flags: int) -> int:
+    def _wait(self, stream: int, event: int, flags: int) -> None:
         waiting = self._stream(stream)
         if not self._is_ignored({"read": 2, "write": 7}.get(waiting.name, 4)):
             recorded = self._events[event]
             assert recorded is not None
             waiting._enqueue(lambda: None, after=recorded)
-        return 0
 
     def _query(self, event: int) -> int:
         self._device._turn()
         recorded = self._events[event]
         return 0 if recorded is None or recorded.passed else NOT_READY
 
-    def _sync(self, event: int) -> int:
+    def _sync(self, event: int) -> None:
         recorded = self._events[event]
         hazard = 1 if event in self._slot_events else 8 if event in self._writer_events else 9
         if recorded is not None and not self._is_ignored(hazard):
@@ -159,9 +157,8 @@ class SimDriver:
                 self._device._force(recorded)
             finally:
                 self.is_blocking = False
-        return 0
 
-    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
+    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         queue = self._stream(stream)
         pinned = [*self._owners(source, nbytes), *self._owners(to, nbytes)]
         assert pinned or queue.name not in ("read", "write"), "the device uses pageable memory"
@@ -173,9 +170,8 @@ class SimDriver:
             ctypes.memmove(to, source, nbytes)
 
         queue._enqueue(run)
-        return 0
 
-    def _launch(self, kernel: int, *arguments: Any) -> int:
+    def _launch(self, kernel: int, *arguments: Any) -> None:
         """Queue a read or a write of rows, with the argument of the kernels of a GPU."""
         stream, pointers = arguments[7:9]
         (moves,) = np.frombuffer(ctypes.string_at(pointers[0], MOVES.itemsize), MOVES)
@@ -201,7 +197,6 @@ class SimDriver:
                     ctypes.memmove(to, source, nbytes)
 
         self._stream(stream)._enqueue(run)
-        return 0
 
     def _owners(self, address: int, nbytes: int) -> list[weakref.ref[npt.NDArray[Any]]]:
         """Return references to the page-locked memory at an address, if there is some."""
@@ -241,8 +236,7 @@ class SimDriverEvent:
         driver._slot_events.add(handle)
 
     def sync(self) -> None:
-        if self._driver._sync(self.handle):
-            self._driver.raise_error(_FAILED)
+        self._driver._sync(self.handle)
 
 
 class SimThread:

@@ -237,22 +237,22 @@ class FailingDriver(SimDriver):
             if self._n_left == -1:
                 raise DeviceError("the driver has failed")
 
-    def _record(self, event: int, stream: int) -> int:
+    def _record(self, event: int, stream: int) -> None:
         self._check_call("record", self._stream(stream).name)
-        return super()._record(event, stream)
+        super()._record(event, stream)
 
-    def _wait(self, stream: int, event: int, flags: int) -> int:
+    def _wait(self, stream: int, event: int, flags: int) -> None:
         self._check_call("wait", self._stream(stream).name)
-        return super()._wait(stream, event, flags)
+        super()._wait(stream, event, flags)
 
-    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
+    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self._check_call("copy", self._stream(stream).name)
-        return super()._copy(to, source, nbytes, stream)
+        super()._copy(to, source, nbytes, stream)
 
-    def _sync(self, event: int) -> int:
+    def _sync(self, event: int) -> None:
         if event in self._writer_events:
             self._check_call("sync", "write")
-        return super()._sync(event)
+        super()._sync(event)
 
 
 def step(device: SimDevice, value: float, data: dict[str, Any]) -> None:
