@@ -286,14 +286,10 @@ class RankLoop:
 
     def exchange(self, caches: Sequence[RowCache | None]) -> RowExchange:
         """Return the exchange of an epoch, with the caches of its tables."""
+        n_recent = self._max_unseen_writes
         # Without an optimizer, the loop does not change the rows.
         changing = [
-            ChangingRows(
-                used.stores[0],
-                cache,
-                self._max_unseen_writes,
-                is_trained=used.optimizer is not None,
-            )
+            ChangingRows(used.stores[0], cache, n_recent, is_trained=used.optimizer is not None)
             for used, cache in zip(self._tables, caches, strict=True)
         ]
         partitions = [table.owners for table in self._sharded]
