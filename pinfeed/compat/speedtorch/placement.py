@@ -85,6 +85,14 @@ class HostTable(Table):
         store = self._store
         return to_torch(store.array if isinstance(store, ArrayStore) else store.map_to_write())
 
+    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
+        if isinstance(self._store, ArrayStore):
+            super().fill(function)
+            return
+        # The rows are on the disk when the context ends.
+        with torch.no_grad(), self._store.mapped() as array:
+            function(to_torch(array))
+
     def close(self) -> None:
         self._store.close()
 
