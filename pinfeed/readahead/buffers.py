@@ -286,7 +286,7 @@ class BufferedRows:
                 left = left[~is_here]
         if len(left):
             # Sources of a mixture without windows.
-            self._store.gather_at(rows[left], out, left)
+            run_gather(self._store)(Runs.of_rows(rows[left], left), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.

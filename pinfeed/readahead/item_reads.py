@@ -13,15 +13,14 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.buffers import BufferedRows
 from pinfeed.readahead.source_reads import AxisItemWindows, RaggedWindows
-from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy, UnreadRows
+from pinfeed.readahead.strategy import AnyBatch, ChunkRows, OpenBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.host_rows import CheckStop, Gather, StoreRows, never, run_gather
+from pinfeed.stores.host_rows import Gather, StoreRows, run_gather
 from pinfeed.stores.mapped_store import MappedStore
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
-from pinfeed.stores.store import Array
 from pinfeed.stores.window_store import WindowStore
 
 OpenRaggedBatch = Callable[[int, int], Callable[[Rows, Places | None], RaggedParts]]
@@ -101,40 +100,15 @@ class AxisWindowReads(ReadStrategy):
         """Return a function that makes the windows of a batch, given one that makes its items."""
         store = self._store
         items = make(_NO_ROWS)
-        if not isinstance(items, StoreRows):
-            # The items are sorted by chunk.
-            return lambda rows: _WindowRows(store, make(store.item_runs(rows).rows()), len(rows))
+        if isinstance(items, ChunkRows):
+            return items.windows(store)
+        assert isinstance(items, StoreRows)
         gather: Gather = functools.partial(store.gather_items, run_gather(items.store))
         if isinstance(items.store, (ArrayStore, MappedStore)):
             # All items are in memory.
             memory_rows = store.memory_rows_in(items.store.memory_rows)
             gather = gather if memory_rows is None else memory_rows.gather
         return functools.partial(StoreRows, store, gather=gather)
-
-
-class _WindowRows:
-    """Windows that a batch needs, as unread items.
-
-    Args:
-        store: The windows.
-        items: Their items, one window after the other.
-        n: Number of windows.
-    """
-
-    def __init__(self, store: WindowStore, items: UnreadRows, n: int) -> None:
-        self._store = store
-        self._items = items
-        self.shape = (n, *store.row_shape)
-        self.dtype: np.dtype[np.generic] = store.dtype
-
-    def cut(self, begin: int, end: int) -> _WindowRows:
-        """Return windows [begin, end) of these."""
-        n = self._store.n_items
-        return _WindowRows(self._store, self._items.cut(begin * n, end * n), end - begin)
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Gather the windows into ``out``, step by step."""
-        self._items.read(self._store.as_items(out), check_stop)
 
 
 class RaggedReads:

@@ -120,7 +120,7 @@ class ResidentFile(ReadStrategy):
         else:
             for source, has_rows in ((self._rows, is_loaded), (self._store, ~is_loaded)):
                 positions = np.flatnonzero(has_rows)
-                source.gather_at(rows[positions], out, positions)
+                run_gather(source)(Runs.of_rows(rows[positions], positions), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""

@@ -17,7 +17,7 @@ from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.host_rows import Gather, run_gather
+from pinfeed.stores.host_rows import Gather, run_gather, runs_of
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
@@ -28,7 +28,6 @@ from pinfeed.stores.store import (
     checked_gather,
     in_words,
     is_store,
-    run_of,
 )
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.argument_types import Source
@@ -185,9 +184,7 @@ class ConcatStore(ReadOnly):
                 stack.callback(store.close)
 
     def _gather(self, rows: Rows, out: Array) -> None:
-        run = run_of(rows)
-        runs = Runs.of_rows(rows) if run is None else Runs.one(run.start, len(rows))
-        self.gather_runs(runs, out)
+        self.gather_runs(runs_of(rows), out)
 
 
 def _named(sources: Any) -> list[tuple[str, Any]]:

@@ -14,7 +14,8 @@ from pinfeed.errors import ClosedError
 from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.store import Array, ReadOnly, checked_gather, run_of
+from pinfeed.stores.host_rows import runs_of
+from pinfeed.stores.store import Array, ReadOnly, checked_gather
 
 
 def only_reads_files(store: object) -> bool:
@@ -125,34 +126,18 @@ class FileStore(ReadOnly):
             RowIndexError: If a row is out of range or negative.
             ArgumentError: If ``out`` has another shape, dtype or layout, or is read-only.
         """
-        rows = checked_gather(self, rows, out)
-        self.gather_at(rows, out, np.arange(len(rows)))
+        self.gather_unchecked(checked_gather(self, rows, out), out)
 
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows into ``out[positions]``. The caller has checked all arguments.
-
-        Args:
-            rows: Row indices, shape (m,).
-            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
-            positions: Positions in ``out``, shape (m,).
-
-        Raises:
-            ReadError: As for ``gather``.
-            ClosedError: As for ``gather``.
-        """
-        run = run_of(rows)
-        place = None if run is None else run_of(positions)
-        if run is not None and place is not None:
-            self.gather_runs(Runs.one(run.start, len(rows)), out[place])
-            return
-        if (positions[1:] < positions[:-1]).any():
-            order = positions.argsort()
-            rows = rows[order]
-            positions = positions[order]
-        self.gather_runs(Runs.of_rows(rows, positions), out)
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, like ``gather``. The caller has checked all arguments."""
+        self.gather_runs(runs_of(rows), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
+
+        Args:
+            runs: Runs in range.
+            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
 
         Raises:
             ReadError: As for ``gather``.

@@ -134,13 +134,13 @@ class LocalFileStore(ShardedStore):
     def can_map(self) -> bool:
         """Whether rows may be gathered from memory maps of the files.
 
-        A subclass that overrides ``gather`` is not mapped, because its rows may differ from those
-        of the files.
+        A subclass that overrides ``gather`` or ``gather_runs`` is not mapped, because its rows may
+        differ from those of the files.
         """
         return (
             self._memory_map
             and type(self).gather is FileStore.gather
-            and type(self).gather_at is FileStore.gather_at
+            and type(self).gather_runs is ShardedStore.gather_runs
             and self.keep_cache
             and len(self._layouts) <= _MAX_OPEN
             and all(map(is_safe_to_map, self.paths))

@@ -20,10 +20,9 @@ from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import copy_runs
-from pinfeed.stores.host_rows import Gather
 from pinfeed.stores.page_cache import can_tell
 from pinfeed.stores.sharded_file import RowLayout, ShardedStore
-from pinfeed.stores.store import Array, checked_gather
+from pinfeed.stores.store import Array
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,27 +56,14 @@ class MappedStore(ShardedStore):
         if not self._swapped and maps[0].memory_rows is not None:
             self._memory_rows = joined_rows(maps)
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        self.gather_unchecked(checked_gather(self, rows, out), out)
-
-    @property
-    def gather_unchecked(self) -> Gather:
-        """Function that copies rows into an array. The caller has checked all arguments.
-
-        It raises a ReadError if a file has shrunk.
-        """
-        if self._memory_rows is not None:
-            return self._memory_rows.gather
-        return self.gather_at
-
-    def gather_at(self, rows: Rows, out: Array, positions: Rows | None = None) -> None:
-        if self._memory_rows is not None:
-            self._memory_rows.gather(rows, out, positions)
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        # Another thread may close the store.
+        if (memory_rows := self._memory_rows) is None:
+            super().gather_unchecked(rows, out)
         else:
-            super().gather_at(rows, out, np.arange(len(rows)) if positions is None else positions)
+            memory_rows.gather(rows, out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
-        # Another thread may close the store.
         if (memory_rows := self._memory_rows) is None:
             super().gather_runs(runs, out)
         else:

@@ -34,7 +34,7 @@ from pinfeed.stores.frames import (
 from pinfeed.stores.host_rows import gather_rows, unchecked_gather
 from pinfeed.stores.libraries import is_of
 from pinfeed.stores.opened import arrow_table, open_store
-from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
+from pinfeed.stores.store import Array, Store, in_words, is_store, run_of
 from pinfeed.tensors.argument_types import DTypeLike, Source
 from pinfeed.validation.arguments import explain_arguments
 
@@ -138,11 +138,7 @@ class MatrixStore(FileStore):
         unpacked = sum(store.n_rows for store in stores if store and store.dtype == np.bool_)
         return unpacked + _MAX_GATHERS * _STEP_ROWS * _STEP_ROW_NBYTES
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        self.gather_unchecked(checked_gather(self, rows, out), out)
-
     def gather_unchecked(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``. The caller has checked all arguments."""
         self._require_open()
         for i in range(0, len(rows), _STEP_ROWS):
             part = rows[i : i + _STEP_ROWS]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores import gather_at
 from support.unwrapped import unwrapped
 
 from benchmarks.conditions import drop
@@ -78,7 +79,7 @@ def test_rows_of_maps_are_the_rows_of_the_files(
             np.testing.assert_array_equal(out, whole[wanted])
         places = np.random.default_rng(0).permutation(len(numbers) + 3)[: len(numbers)]
         out = np.zeros((len(numbers) + 3, *row_shape), whole.dtype)
-        mapped.gather_at(numbers, out, places)
+        gather_at(mapped, numbers, out, places)
         np.testing.assert_array_equal(out[places], whole[numbers])
         mapped.close()
 
@@ -88,7 +89,7 @@ def test_rows_are_scattered(path: Path, array: np.ndarray) -> None:
     out = np.empty_like(array)
     with NpyStore(path) as store:
         mapped = store.map_rows()
-        mapped.gather_at(np.arange(N), out, numbers)
+        gather_at(mapped, np.arange(N), out, numbers)
         np.testing.assert_array_equal(out[numbers], array)
         mapped.close()
 
