@@ -72,7 +72,7 @@ class ArrowStore(ReadOnly):
     """
 
     def __init__(self, column: Any, *, name: str = "column", indices: Any = None) -> None:
-        pyarrow = imported("pyarrow", f"{name}: pyarrow is needed; pip install pyarrow")
+        pyarrow = imported("pyarrow", name)
         if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
             raise StoreError(
                 f"{name}: got {type(column).__name__}; expected a pyarrow.ChunkedArray or a "
@@ -204,7 +204,7 @@ def items_and_offsets(column: Any) -> tuple[Any, Rows]:
         MissingDependency: If pyarrow is not installed.
         StoreError: If ``column`` is not a column of lists, has nulls, or has no rows.
     """
-    pyarrow = imported("pyarrow", "from_arrow: pyarrow is needed; pip install pyarrow")
+    pyarrow = imported("pyarrow", "from_arrow")
     is_column = isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array))
     kind = column.type if is_column else type(column).__name__
     if not is_column or not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):

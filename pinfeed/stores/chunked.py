@@ -18,7 +18,7 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.store import Array
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.threads.call import Call
 
@@ -308,6 +308,41 @@ class ChunkedStore(FileStore):
             chunk = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
         self.read_chunks(start, stop, chunk[: stop - start])
         return chunk
+
+
+class ChunkedView(ChunkedStore):
+    """Rows of other stores, whose chunks these stores decode.
+
+    Args:
+        layout: Rows and chunks.
+        parts: The stores, at least one; they must stay open.
+        owned: The parts that this store closes.
+    """
+
+    def __init__(
+        self, layout: ChunkLayout, parts: Sequence[ChunkedStore], owned: Sequence[Store] = ()
+    ) -> None:
+        self.parts = tuple(parts)
+        self._owned = tuple(owned)
+        self._decoding_chunks = max(part._decoding_chunks for part in parts)
+        self._max_decodes = min(part._max_decodes for part in parts)
+        self._run_bytes = min(self._run_bytes, *(part._run_bytes for part in parts))
+        super().__init__(layout)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # No caller has the parts that were unpickled.
+        self._owned = self.parts
+
+    @property
+    def version(self) -> object:
+        return [part.version for part in self.parts]
+
+    def close(self) -> None:
+        """Free the chunks, and close the parts that no caller closes."""
+        super().close()
+        for part in self._owned:
+            part.close()
 
 
 class KeptChunks:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
+from pinfeed.stores.chunked import ChunkedStore, ChunkedView, ChunkLayout
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array
@@ -157,7 +157,7 @@ class ChunkedArray(ChunkedStore):
         raise NotImplementedError
 
 
-class FlatArray(ChunkedStore):
+class FlatArray(ChunkedView):
     """Items of an array as rows, numbered through its leading axes in C order.
 
     Args:
@@ -179,30 +179,10 @@ class FlatArray(ChunkedStore):
         n_items = math.prod(shape[:n_axes])
         bounds = np.append((outer[:, None] + along).ravel(), n_items)
         self._array = array
-        self._owned = False
-        self._n_axes = n_axes
-        self._decoding_chunks = array._decoding_chunks
-        self._max_decodes = array._max_decodes
-        self._run_bytes = min(self._run_bytes, array._run_bytes)
         layout = ChunkLayout(
             array.label, array.dtype, shape[n_axes:], bounds, paths=tuple(array.paths)
         )
-        super().__init__(layout)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # No caller has the array that was unpickled.
-        self._owned = True
-
-    def close(self) -> None:
-        """Free the chunks, and close the array if no caller can. Further calls do nothing."""
-        super().close()
-        if self._owned:
-            self._array.close()
-
-    @property
-    def version(self) -> object:
-        return self._array.version
+        super().__init__(layout, [array])
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         shape = self._array.array_shape

@@ -20,7 +20,7 @@ import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError
 from pinfeed.stores.layouts import list_tensors
-from pinfeed.stores.libraries import is_of
+from pinfeed.stores.libraries import and_more, is_of
 from pinfeed.stores.npy_header import MAGIC, strange
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import pattern_hint, require_regular
@@ -53,9 +53,8 @@ class Part:
     problem: str = ""
 
     def __str__(self) -> str:
-        path = self.path
-        if not isinstance(path, str):
-            path = f"{path[0]} and {len(path) - 1} more" if len(path) > 1 else path[0]
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        path = and_more(paths[0], len(paths))
         return f"{path}:{self.name}" if self.name else path
 
     @property

@@ -29,7 +29,6 @@ from pinfeed.stores.paths import Path, local_path, require_regular
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag, explain_arguments
-from pinfeed.validation.suggestions import install_line
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10
@@ -84,7 +83,7 @@ class HDF5Store(ChunkedArray):
     @explain_arguments({})
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
         check_flag(as_stored, "as_stored")
-        h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('h5py')}")
+        h5py = imported("h5py", "HDF5Store")
         self._path = ""
         if isinstance(source, (str, os.PathLike)):
             self._path = os.path.abspath(local_path(source))
@@ -219,7 +218,7 @@ class HDF5Format(ArrayFormat):
 
     @contextlib.contextmanager
     def open_group(self, source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
-        imported("h5py", f"h5py is needed to read HDF5 files; {install_line('h5py')}")
+        imported("h5py", "HDF5 files")
         with contextlib.ExitStack() as stack:
             parent = source
             if isinstance(source, (str, os.PathLike)):

@@ -20,7 +20,7 @@ from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import whole_numbers
 from pinfeed.tensors.dtypes import BFLOAT16, dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.suggestions import install_line, of_file
+from pinfeed.validation.suggestions import of_file
 
 
 def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> RowLayout:
@@ -193,9 +193,7 @@ def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str, np.dtype[An
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    library = imported(
-        "safetensors", f"{path}: the safetensors package is needed; {install_line('safetensors')}"
-    )
+    library = imported("safetensors", path)
     if os.path.isdir(path):
         raise StoreError(f"{path} is a directory; expected a safetensors file")
     try:

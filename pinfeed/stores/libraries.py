@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import MissingDependency, PinfeedError, StoreError, described
+from pinfeed.validation.suggestions import install_line
 
 
-def imported(name: str, problem: str) -> Any:
+def imported(name: str, place: str, release: str = "") -> Any:
     """Return a module of an optional library.
 
     Args:
         name: Name of the module.
-        problem: Message of the error if the library is not installed.
+        place: The file, store or column that needs it, for the error.
+        release: Oldest release of the library, if older ones fail.
 
     Raises:
         MissingDependency: If it is not.
@@ -26,7 +28,9 @@ def imported(name: str, problem: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingDependency(problem) from error
+        package = name.partition(".")[0]
+        needed = f"{package}{release} is needed; {install_line(package)}"
+        raise MissingDependency(f"{place}: {needed}") from error
 
 
 def is_of(value: Any, library: str, *names: str) -> bool:
@@ -40,6 +44,11 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Return the names that an error lists, and the number of those that it does not."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(map(repr, names[:most])) or "none") + more
+
+
+def and_more(first: str, n: int) -> str:
+    """Return the name of the first of ``n`` files or stores, and the number of the others."""
+    return f"{first} and {n - 1} more" if n > 1 else first
 
 
 def check_names(names: Sequence[Any], place: str, advice: str) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import FileMissing, ReadError, StoreError
-from pinfeed.stores.libraries import imported, library_errors
+from pinfeed.stores.libraries import and_more, imported, library_errors
 from pinfeed.stores.paths import Path, file_size, file_version, local_paths
-from pinfeed.validation.suggestions import install_line
 
 # Name of the folder of rows without a value, as Hive writes it.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
@@ -154,9 +153,7 @@ def open_shards(path: Path | Sequence[Path]) -> list[ParquetShard]:
         FileMissing: If there are no files.
         StoreError: If a file is not a Parquet file.
     """
-    parquet = imported(
-        "pyarrow.parquet", f"ParquetStore: pyarrow is needed; {install_line('pyarrow')}"
-    )
+    parquet = imported("pyarrow.parquet", "ParquetStore")
     shards: list[ParquetShard] = []
     for name in map(os.path.abspath, _files(path)):
         file_size(name, "*.parquet")
@@ -201,8 +198,7 @@ def pyarrow_errors(place: str) -> AbstractContextManager[None]:
 
 def label_of(shards: Sequence[ParquetShard], columns: str) -> str:
     """Return a short name of the files and their columns, for messages."""
-    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-    return f"{os.path.basename(shards[0].path)}{more}[{columns}]"
+    return f"{and_more(os.path.basename(shards[0].path), len(shards))}[{columns}]"
 
 
 def partition_values(

@@ -42,7 +42,6 @@ from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.suggestions import install_line
 
 # Rows that are sorted into the order of the file at a time.
 _MAX_SORTED_ROWS = 1 << 16
@@ -287,7 +286,7 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
             f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib "
             "removes a slash); for local files, use NpyStore"
         )
-    fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('fsspec')}")
+    fsspec = imported("fsspec.core", url)
     try:
         return RemoteFile(url, *fsspec.url_to_fs(url, **options))
     except TypeError as error:

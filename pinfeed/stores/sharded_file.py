@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pinfeed.errors import StoreError
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.libraries import and_more
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 
@@ -106,9 +107,7 @@ class ShardedStore(FileStore):
         self._swapped = not first.dtype.isnative
         self.nbytes = covered_nbytes(layouts)
         paths = [layout.path for layout in layouts]
-        label = os.path.basename(first.path)
-        if len(paths) > 1:
-            label += f" and {len(paths) - 1} more"
+        label = and_more(os.path.basename(first.path), len(paths))
         dtype = check_dtype(first.dtype, first.path)
         super().__init__(label, paths, (int(self._ends[-1]), *first.row_shape), dtype)
 

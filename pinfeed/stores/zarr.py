@@ -28,7 +28,6 @@ from pinfeed.stores.store import Array
 from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag
-from pinfeed.validation.suggestions import install_line
 
 # Larger shards are decoded in pieces of about this size: by zarr, and without it.
 _SHARD_BYTES = 1 << 20
@@ -76,8 +75,7 @@ class ZarrStore(ChunkedArray):
 
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
         check_flag(as_stored, "as_stored")
-        zarr = _imported("zarr")
-        _imported("zarr.buffer")
+        zarr = _zarr()
         self._path: str | None = None
         self._name = name
         if isinstance(source, (str, os.PathLike)):
@@ -176,7 +174,7 @@ class ZarrFormat(ArrayFormat):
 
     @contextlib.contextmanager
     def open_group(self, source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
-        zarr = _imported("zarr")
+        zarr = _zarr()
         path = ""
         if isinstance(source, (str, os.PathLike)):
             path = os.fspath(source)
@@ -193,8 +191,10 @@ class ZarrFormat(ArrayFormat):
         return super().is_folder(path, names) or path.endswith(self.suffixes)
 
 
-def _imported(name: str) -> Any:
-    return imported(name, f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}")
+def _zarr() -> Any:
+    """Return the library, whose older releases lack a module."""
+    imported("zarr.buffer", "ZarrStore", " 3.1 or later")
+    return imported("zarr", "ZarrStore")
 
 
 def _open(path: str, name: str | None) -> Any:
