@@ -19,10 +19,9 @@ from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import EvenWindows, Window, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
-from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.file_store import FileStore, ShardedStore
 from pinfeed.stores.host_rows import StoreRows, run_gather
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending
 from pinfeed.threads.pool import ThreadPool

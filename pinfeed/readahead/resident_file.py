@@ -30,11 +30,9 @@ from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore, even_bounds
-from pinfeed.stores.file_store import FileStore, rows_version
+from pinfeed.stores.file_store import FileStore, ShardedStore, rows_version
 from pinfeed.stores.host_rows import RunGather, StoreRows, memory_rows_of, run_gather
-from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.mapped_store import MappedStore
-from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.local_file import LocalFileStore, MappedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.pool import ThreadPool
 

@@ -19,7 +19,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError
-from pinfeed.stores.layouts import list_tensors
+from pinfeed.stores.layouts import read_tensors
 from pinfeed.stores.libraries import and_more, is_of
 from pinfeed.stores.npy_header import MAGIC, strange
 from pinfeed.stores.npy_store import NpyStore
@@ -303,12 +303,12 @@ class SafetensorsFormat(FileFormat):
         return start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= size
 
     def parts(self, path: str, name: str | None) -> list[Part]:
-        tensors = list_tensors(path)
+        _, tensors = read_tensors(path)
         if name is not None and name not in tensors:
             raise missing_part(path, name)
         found = []
         for one in tensors if name is None else (name,):
-            shape, code, dtype = tensors[one]
+            shape, code, dtype, _ = tensors[one]
             nbytes = math.prod(shape) * (dtype.itemsize if dtype else 0)
             problem = "" if shape else "a single number; expected an axis of rows"
             if dtype is None:

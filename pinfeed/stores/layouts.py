@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, FileMissing, StoreError, described
+from pinfeed.errors import ArgumentError, StoreError, described
+from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.libraries import imported, listed
 from pinfeed.stores.npy_header import MAGIC, read_header, strange
-from pinfeed.stores.paths import file_size, require_regular
-from pinfeed.stores.sharded_file import RowLayout
+from pinfeed.stores.paths import file_size
 from pinfeed.stores.store import whole_numbers
 from pinfeed.tensors.dtypes import BFLOAT16, dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import whole_number
@@ -136,10 +135,7 @@ _MAX_NAMES = 20
 
 
 def tensor_layout(path: str, name: str) -> RowLayout:
-    """Return the layout of one tensor of a file; its first axis is the rows.
-
-    The format's own library checks the header. It does not give offsets, so this function reads
-    them from the header once more.
+    """Return the layout of one tensor of a safetensors file; its first axis is the rows.
 
     Raises:
         MissingDependency: If the library is not installed.
@@ -148,81 +144,70 @@ def tensor_layout(path: str, name: str) -> RowLayout:
             such tensor; or if the tensor has no axis of rows, or a dtype that torch and numpy do
             not both have.
     """
-    with _opened(path) as file:
-        names = sorted(file.keys())
-        if name not in names:
-            raise StoreError(
-                f"{path} has no tensor {name!r}; expected one of {listed(names, _MAX_NAMES)}"
-            )
-        part = file.get_slice(name)
-        shape = tuple(part.get_shape())
-        dtype = _dtype(path, name, part.get_dtype())
-    if not shape:
+    begin, tensors = read_tensors(path)
+    if name not in tensors:
+        raise StoreError(
+            f"{path} has no tensor {name!r}; expected one of {listed(list(tensors), _MAX_NAMES)}"
+        )
+    tensor = tensors[name]
+    if tensor.dtype is None:
+        raise StoreError(
+            f"{path}: tensor {name!r} has dtype {tensor.code}, which numpy and torch do not both "
+            f"have; expected one of {', '.join(sorted(_DTYPES))}; convert it with .to(), or save "
+            "its bytes with .view(torch.uint8)"
+        )
+    if not tensor.shape:
         raise StoreError(
             f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)"
         )
-    try:
-        begin, end = _byte_range(path, name)
-        layout = RowLayout(path, dtype, shape[0], shape[1:], begin)
-        if layout.end != end:
-            raise ValueError(f"{name!r} ends at byte {end}, expected {layout.end}")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise StoreError(
-            f"{path} was rewritten while its header was read; open it again ({described(error)})"
-        ) from None
+    n_rows, *row_shape = tensor.shape
+    layout = RowLayout(path, tensor.dtype, n_rows, tuple(row_shape), begin + tensor.begin)
     return layout.check(os.path.getsize(path))
 
 
-def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str, np.dtype[Any] | None]]:
-    """Return the shape of each tensor, its dtype in the spelling of the format, and its dtype.
+class Tensor(NamedTuple):
+    """A tensor in a safetensors file."""
 
-    The dtype is None if numpy and torch do not both have it.
+    shape: tuple[int, ...]
+    code: str
+    """Dtype in the spelling of the format."""
+    dtype: np.dtype[Any] | None
+    """Dtype; None if numpy and torch do not both have it."""
+    begin: int
+    """Bytes of other tensors before this one."""
+
+
+def read_tensors(path: str) -> tuple[int, dict[str, Tensor]]:
+    """Return the bytes before the tensors of a file, and its tensors by name.
 
     Raises:
         MissingDependency: If the library is not installed.
         FileMissing: If there is no such file.
         StoreError: If the file is a directory, is not a safetensors file, or is damaged.
     """
-    with _opened(path) as file:
-        parts = {name: file.get_slice(name) for name in sorted(file.keys())}
-        return {
-            name: (tuple(part.get_shape()), part.get_dtype(), _DTYPES.get(part.get_dtype()))
-            for name, part in parts.items()
-        }
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[Any]:
     library = imported("safetensors", path)
-    if os.path.isdir(path):
-        raise StoreError(f"{path} is a directory; expected a safetensors file")
+    file_size(path, ".safetensors")
     try:
-        require_regular(path)
-        with library.safe_open(path, framework="np") as file:
-            yield file
-    except FileNotFoundError:
-        raise FileMissing(
-            f"{path}: no such file (looked in {os.getcwd()}); expected a safetensors file"
-        ) from None
+        # The library of the format checks the header, but does not give the places of tensors.
+        with library.safe_open(path, framework="np"), open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            tensors = {
+                name: Tensor(
+                    tuple(one["shape"]),
+                    one["dtype"],
+                    _DTYPES.get(one["dtype"]),
+                    one["data_offsets"][0],
+                )
+                for name, one in sorted(header.items())
+            }
     except library.SafetensorError as error:
         raise StoreError(
             f"{path} is not a safetensors file, or it is damaged ({error}); copy or save it again"
         ) from None
-
-
-def _dtype(path: str, name: str, saved: str) -> np.dtype[Any]:
-    if saved not in _DTYPES:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(
-            f"{path}: tensor {name!r} has dtype {saved}, which numpy and torch do not both have; "
-            f"expected one of {', '.join(sorted(_DTYPES))}; convert it with .to(), or save its "
-            "bytes with .view(torch.uint8)"
-        )
-    return _DTYPES[saved]
-
-
-def _byte_range(path: str, name: str) -> tuple[int, int]:
-    """Return the bytes [begin, end) of a tensor of a file that the library has just checked."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        begin, end = json.loads(file.read(length))[name]["data_offsets"]
-    return 8 + length + int(begin), 8 + length + int(end)
+            f"{path} was rewritten while its header was read; open it again ({described(error)})"
+        ) from None
+    return 8 + length, tensors

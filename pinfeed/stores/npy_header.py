@@ -5,7 +5,6 @@ The header is not trusted: nothing in it is unpickled or evaluated.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import errno
 import io
@@ -17,11 +16,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from pinfeed.errors import FileMissing, StoreError, described
-from pinfeed.stores.paths import pattern_hint, require_regular
-from pinfeed.stores.sharded_file import RowLayout
+from pinfeed.errors import StoreError, described
+from pinfeed.stores.file_store import RowLayout
+from pinfeed.stores.paths import file_size, require_regular
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.validation.suggestions import of_file, of_folder
+from pinfeed.validation.suggestions import of_file
 
 MAGIC = b"\x93NUMPY"
 """First bytes of every .npy file."""
@@ -65,27 +64,9 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
         StoreError: If the file is a directory, is not a .npy file, is truncated, is in Fortran
             order, has no axis of rows, or has a dtype that torch does not have.
     """
-    try:
-        require_regular(path)
-        with open(path, "rb") as file:
-            return header_of(path, file, os.fstat(file.fileno()).st_size, dtype)
-    except FileNotFoundError:
-        raise FileMissing(_missing(path)) from None
-    except IsADirectoryError:
-        found = of_folder(path)
-        kind = f" (it looks like {found})" if found else ""
-        raise StoreError(
-            f"{path} is a directory{kind}; expected a .npy file, or a pattern such as "
-            f"{os.path.join(path, '*.npy')}"
-        ) from None
-
-
-def _missing(path: str) -> str:
-    """Return an error message about a file that does not exist."""
-    text = f"{path}: no such file (looked in {os.getcwd()})"
-    if os.path.splitext(path)[1].lower() in ("", ".npy"):
-        text += "; expected a .npy file, as numpy.save writes it"
-    return text + pattern_hint(path)
+    size = file_size(path, ".npy")
+    with open(path, "rb") as file:
+        return header_of(path, file, size, dtype)
 
 
 def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:
@@ -232,7 +213,7 @@ def _parse(
         ):
             raise ValueError(f"shape {shape!r}")
     except Exception as error:
-        # ast and numpy may raise any error, because the bytes can be anything.
+        # numpy may raise any error, because the bytes can be anything.
         raise StoreError(
             f"{path}: the .npy header is damaged ({described(error):.250}); save the array again"
         ) from None
@@ -241,24 +222,15 @@ def _parse(
 
 def _evaluate(version: int, text: bytes) -> tuple[Any, bool, np.dtype[Any]]:
     """Return shape, order and dtype of a header."""
+    if version == 3:
+        # Only names of fields have characters that version 2 cannot encode.
+        text = text.decode("utf-8").encode("latin1", "backslashreplace")
     for _ in range(_MAX_TRIES):
         with contextlib.suppress(SystemError):
-            if version == 3:
-                return _fields(ast.literal_eval(text.decode("utf-8")))
-            # numpy has a function for versions 1 and 2, which differ only in the width of the
-            # length.
-            version_2 = io.BytesIO(len(text).to_bytes(4, "little") + text)
-            return np.lib.format.read_array_header_2_0(version_2, _MAX_HEADER)
+            # The function differs from that for version 1 only in the width of the length.
+            header = io.BytesIO(len(text).to_bytes(4, "little") + text)
+            return np.lib.format.read_array_header_2_0(header, _MAX_HEADER)
     raise ValueError("it cannot be parsed")
-
-
-def _fields(found: Any) -> tuple[Any, bool, np.dtype[Any]]:
-    """Return shape, order and dtype, read like numpy from the dict of a header."""
-    if not isinstance(found, dict) or set(found) != {"descr", "fortran_order", "shape"}:
-        raise ValueError(f"{found!r:.100} is not a dict of descr, fortran_order and shape")
-    if not isinstance(found["fortran_order"], bool):
-        raise TypeError(f"fortran_order {found['fortran_order']!r}")
-    return found["shape"], found["fortran_order"], np.lib.format.descr_to_dtype(found["descr"])
 
 
 def _item_dtype(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -> np.dtype[Any]:

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import StoreError
+from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.layouts import raw_layout, series_layout
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
-from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import Array, Store, shape_to_make
 from pinfeed.stores.window_store import WindowStore, axis_windows, leading_axes
 from pinfeed.tensors.dtypes import dtype_of

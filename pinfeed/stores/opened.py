@@ -14,6 +14,7 @@ from pinfeed.errors import StoreError
 from pinfeed.memory.proc_maps import file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.formats import FORMATS, ArrayFormat
 from pinfeed.stores.frames import frame_columns
 from pinfeed.stores.libraries import check_names, is_of
@@ -21,7 +22,6 @@ from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import Array, Store, is_store
 from pinfeed.stores.window_store import AxisWindow, WindowStore
 from pinfeed.tensors.pytree import Rebuild, flatten

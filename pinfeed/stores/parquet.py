@@ -15,11 +15,16 @@ import numpy as np
 from pinfeed.errors import ArgumentError, ReadError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.chunked import DECODED_BYTES, ChunkedStore, ChunkLayout, even_bounds
-from pinfeed.stores.columns import checked_columns
 from pinfeed.stores.formats import FileFormat, Part, register
 from pinfeed.stores.libraries import and_more, check_names
-from pinfeed.stores.parquet_columns import OneColumn, ParquetMatrix
-from pinfeed.stores.parquet_shards import ParquetShard, open_shards, pyarrow_errors
+from pinfeed.stores.matrix import checked_columns
+from pinfeed.stores.parquet_files import (
+    OneColumn,
+    ParquetMatrix,
+    ParquetShard,
+    open_shards,
+    pyarrow_errors,
+)
 from pinfeed.stores.paths import Path, has_protocol
 from pinfeed.stores.store import Array
 from pinfeed.tensors.argument_types import DTypeLike

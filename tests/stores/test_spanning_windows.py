@@ -16,8 +16,7 @@ import pinfeed
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.native.library import library
 from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
-from pinfeed.readahead.item_reads import AxisWindowReads
-from pinfeed.readahead.read_plan import plan_reads
+from pinfeed.readahead.read_plan import AxisWindowReads, plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads
@@ -155,7 +154,7 @@ def test_rows_do_not_depend_on_the_compiled_part(
     paths: list[Path], tokens: np.ndarray, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr("pinfeed.stores.mapped_store.library", lambda: None)
+        monkeypatch.setattr("pinfeed.stores.page_cache.library", lambda: None)
     elif library() is None:
         pytest.skip("pinfeed was installed without a C compiler")
     expected = windows_of(tokens, 65, 2, 0, 65)

@@ -18,8 +18,7 @@ from pinfeed import Config, Feeder, KiB, MiB, NpyStore, StoreError, errors, rows
 from pinfeed.errors import UnknownArgument
 from pinfeed.native.library import library
 from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
-from pinfeed.readahead.item_reads import AxisWindowReads
-from pinfeed.readahead.read_plan import plan_reads
+from pinfeed.readahead.read_plan import AxisWindowReads, plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pinfeed import Feeder, RaggedStore, ZarrStore, errors
-from pinfeed.stores.zarr_chunks import ZarrChunks
+from pinfeed.stores.raw_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
