@@ -273,19 +273,12 @@ class BufferedRows:
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``. The caller has checked all arguments."""
-        left = np.arange(len(rows))
         for buffer in self._buffers:
-            found = buffer.find(rows if len(left) == len(rows) else rows[left])
-            is_here = found >= 0
-            if len(left) == len(rows) and is_here.all():
+            found = buffer.find(rows)
+            if (found >= 0).all():
                 buffer.wait().gather_unchecked(found, out)
                 return
-            if is_here.any():
-                buffer.wait().gather_at(found[is_here], out, left[is_here])
-                left = left[~is_here]
-        if len(left):
-            # Sources of a mixture without windows.
-            run_gather(self._store)(Runs.of_rows(rows[left], left), out)
+        self.gather_runs(Runs.of_rows(rows), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.
@@ -302,7 +295,7 @@ class BufferedRows:
                 left = left.take(np.flatnonzero(~is_here))
         if len(left.starts):
             # Sources of a mixture without windows.
-            self._store.gather_runs(left, out)
+            run_gather(self._store)(left, out)
 
 
 class PageCacheReadahead(ReadStrategy):
