@@ -19,17 +19,18 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore, numeric_dtype, rows_of_chunk, validity, without_nulls
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.formats import FORMATS
-from pinfeed.stores.frames import (
+from pinfeed.stores.host_rows import gather_rows, unchecked_gather
+from pinfeed.stores.libraries import check_names, is_of
+from pinfeed.stores.opened import (
+    arrow_table,
     frame_series,
     is_pandas,
     numbers_of_masked,
+    open_store,
     pandas_store,
     polars_store,
     polars_to_arrow,
 )
-from pinfeed.stores.host_rows import gather_rows, unchecked_gather
-from pinfeed.stores.libraries import check_names, is_of
-from pinfeed.stores.opened import arrow_table, open_store
 from pinfeed.stores.store import Array, Store, in_words, is_store, run_of
 from pinfeed.tensors.argument_types import DTypeLike, Source
 from pinfeed.tensors.dtypes import dtype_of
