@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError
+from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.chunked import ChunkedStore, ChunkedView, ChunkLayout
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.libraries import is_of
@@ -41,7 +41,10 @@ class ChunkedArray(ChunkedStore):
     array_shape: tuple[int, ...]
     array_chunks: tuple[int, ...] | None
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_flat", "_opening")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (
+        *ChunkedStore._PROCESS_STATE,
+        *("_flat", "_opened", "_opening"),
+    )
     # Chunks that can be decoded without the library; None if there are none.
     _raw: Any
     # The items of this array, numbered through so many leading axes, for all of its windows.
@@ -69,7 +72,9 @@ class ChunkedArray(ChunkedStore):
             array = source
         try:
             with self._errors(self._path or own_name):
-                super().__init__(self._describe(array), None if self._path else array)
+                self._given = None if self._path else array
+                self._layout = self._describe(array)
+                super().__init__(self._layout)
                 if not as_stored:
                     self._require_plain_numbers(array)
                 self.native = self._plain_bytes(array)
@@ -80,14 +85,24 @@ class ChunkedArray(ChunkedStore):
         self._opened = array
         if self.native is not None:
             self.native.label = self.label
-            with self._lock:
-                self._release_source()
+            self._release_source()
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
         self._flat = {}
         # Without a lock, two threads could open the path, and one could close the other's array.
         self._opening = threading.Lock()
+        # A path is opened again when rows are read, because a forked process would share the state
+        # of the open file with its parent.
+        self._opened = self._given
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._given is not None:
+            raise TypeError(
+                f"{self!r} reads an object that the caller opened, and cannot be pickled; give "
+                f"{type(self).__name__} the path, which each process opens itself"
+            )
+        return super().__getstate__()
 
     @property
     def _lock(self) -> threading.Lock:
@@ -122,9 +137,34 @@ class ChunkedArray(ChunkedStore):
         """Return a store that reads the bytes of an array from its file; None if it cannot."""
         return None
 
-    def _open_path(self) -> tuple[Any, ChunkLayout]:
-        array = self._open()
-        return array, self._describe(array)
+    def _close_source(self, array: Any) -> None:
+        """Close an array that ``_open`` has returned."""
+        raise NotImplementedError
+
+    def _source(self) -> Any:
+        """Return the open array; a path is opened again in another process.
+
+        The caller holds the lock.
+        """
+        if self._opened is None:
+            # Without this check, a gather that still runs would open the closed file again.
+            self._require_open()
+            array = self._open()
+            if not self._describe(array).has_rows_of(self._layout):
+                self._close_source(array)
+                raise StoreError(
+                    f"{self!r}: the file was replaced, and has other rows; open the store again"
+                )
+            self._opened = array
+        return self._opened
+
+    def _release_source(self) -> None:
+        """Close the array, unless the caller opened it."""
+        with self._lock:
+            array = self._opened
+            if self._given is None and array is not None:
+                self._opened = None
+                self._close_source(array)
 
     @explain_arguments({})
     def windows(
@@ -182,8 +222,7 @@ class ChunkedArray(ChunkedStore):
         for store in self._flat.values():
             if store is not self:
                 store.close()
-        with self._lock:
-            self._release_source()
+        self._release_source()
 
     def _items(self, n_axes: int) -> FileStore:
         """Return the items of the array as rows, numbered through its leading axes."""

@@ -40,7 +40,7 @@ class Decoding(ChunkedStore):
         self.calls = 0
         self.failures = 0
         self.wait = lambda: None
-        super().__init__(ChunkLayout("x", array.dtype, array.shape[1:], np.asarray(bounds)), array)
+        super().__init__(ChunkLayout("x", array.dtype, array.shape[1:], np.asarray(bounds)))
 
     def _read_chunks(self, start: int, stop: int, out: np.ndarray) -> None:
         assert {start, stop} <= set(self.bounds.tolist())
