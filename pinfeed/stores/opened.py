@@ -87,6 +87,9 @@ def _store_of_array(source: Any, name: str) -> Store | None:
 def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
     """Return a store for each column of a table, a dataset, a frame or a file with a table.
 
+    Columns of a frame share its memory if they are one numpy or Arrow array of numbers. Others may
+    be copied, so their rows cannot be written back. The index of a pandas frame is not a column.
+
     Args:
         source: One of these, or anything else.
         name: Name of the source in errors.
@@ -95,13 +98,16 @@ def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
         The stores by column name, or None if ``source`` has no columns.
 
     Raises:
-        StoreError: If pinfeed cannot read a column.
+        StoreError: If pinfeed cannot read a column, or a frame has no columns.
+        MissingDependency: If a column of lists or booleans needs pyarrow, which is not installed.
     """
     for one in FORMATS.values():
         if (columns := one.columns_of(source)) is not None:
             return columns
-    found = frame_columns(source, name)
-    return _arrow_columns(source, name) if found is None else found
+    if (series := frame_series(source, name)) is not None:
+        store = pandas_store if is_pandas(source) else polars_store
+        return {column: store(one, name) for column, one in series.items()}
+    return _arrow_columns(source, name)
 
 
 def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
@@ -321,24 +327,6 @@ def _is_file_of(array: np.memmap[Any, Any]) -> bool:
     mapping = mapping_at(array.ctypes.data)
     # The file may have been removed or replaced since it was mapped.
     return mapping is not None and mapping.file == file_key(os.fspath(array.filename or ""))
-
-
-def frame_columns(source: Any, name: str) -> dict[Any, FrameStore] | None:
-    """Return a read-only store for each column of a pandas or polars DataFrame; else None.
-
-    The store shares the memory of a column that is one numpy or Arrow array of numbers. Other
-    columns may be copied, so rows cannot be written back. The index of a pandas frame is not a
-    column.
-
-    Raises:
-        StoreError: If the frame has no columns, or pinfeed cannot read a column.
-        MissingDependency: If a column of lists or booleans needs pyarrow, which is not installed.
-    """
-    found = frame_series(source, name)
-    if found is None:
-        return None
-    store = pandas_store if is_pandas(source) else polars_store
-    return {column: store(series, name) for column, series in found.items()}
 
 
 def frame_series(source: Any, name: str) -> dict[Any, Any] | None:
