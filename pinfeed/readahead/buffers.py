@@ -188,13 +188,7 @@ def windows_in_sequence(n_rows: int, window_rows: int) -> EvenWindows:
 class _Buffer:
     """Memory for the rows of a window, which reader threads are filling."""
 
-    def __init__(
-        self,
-        store: FileStore,
-        runs: RowRuns,
-        memory: Array,
-        threads: ThreadPool,
-    ) -> None:
+    def __init__(self, store: FileStore, runs: RowRuns, memory: Array, threads: ThreadPool) -> None:
         self.row_shape = store.row_shape
         self.dtype = store.dtype
         starts, stops = np.array(list(runs), np.int64).T

@@ -239,10 +239,7 @@ class AxisWindowReads(ReadStrategy):
     _store: WindowStore
 
     def __init__(
-        self,
-        store: WindowStore,
-        views: tuple[WindowStore, ...],
-        items: ReadStrategy,
+        self, store: WindowStore, views: tuple[WindowStore, ...], items: ReadStrategy
     ) -> None:
         super().__init__(store)
         self._views = views

@@ -306,11 +306,7 @@ class MappedFile(ResidentFile):
     _rows: MappedStore
 
     def __init__(
-        self,
-        store: LocalFileStore,
-        *,
-        in_sequence: bool,
-        counted: Sequence[ShardedStore] = (),
+        self, store: LocalFileStore, *, in_sequence: bool, counted: Sequence[ShardedStore] = ()
     ) -> None:
         super().__init__(store, waits=in_sequence)
         nbytes = store.nbytes_beside(counted)

@@ -22,14 +22,7 @@ from pinfeed.stores.libraries import and_more
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
-from pinfeed.stores.store import (
-    Array,
-    ReadOnly,
-    Store,
-    checked_gather,
-    in_words,
-    is_store,
-)
+from pinfeed.stores.store import Array, ReadOnly, Store, checked_gather, in_words, is_store
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.argument_types import Source
 

@@ -52,12 +52,7 @@ class FileReader:
     """
 
     def __init__(
-        self,
-        layout: RowLayout,
-        *,
-        inode: FileKey | None,
-        writable: bool,
-        keep_cache: bool,
+        self, layout: RowLayout, *, inode: FileKey | None, writable: bool, keep_cache: bool
     ) -> None:
         self._layout = layout
         try:

@@ -56,11 +56,7 @@ class LocalFileStore(ShardedStore):
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_open", "_lock", "_n_writes", "_inodes")
 
     def __init__(
-        self,
-        layouts: Sequence[RowLayout],
-        mode: str,
-        keep_cache: bool | None,
-        memory_map: bool,
+        self, layouts: Sequence[RowLayout], mode: str, keep_cache: bool | None, memory_map: bool
     ) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")

@@ -1,4 +1,7 @@
-"""MatrixStore: a matrix whose columns are those of a DataFrame, a table or a dataset in memory."""
+"""MatrixStore: a matrix whose columns are those of a DataFrame, a table or a dataset in memory.
+
+MatrixColumns is the rule by which columns become those of a matrix, for tables in files, too.
+"""
 
 from __future__ import annotations
 

@@ -110,11 +110,7 @@ class NpyStore(LocalFileStore):
 
     @classmethod
     def _of_layouts(
-        cls,
-        layouts: Sequence[RowLayout],
-        mode: str,
-        keep_cache: bool | None,
-        memory_map: bool,
+        cls, layouts: Sequence[RowLayout], mode: str, keep_cache: bool | None, memory_map: bool
     ) -> Self:
         """Open files with known layouts."""
         store = cls.__new__(cls)

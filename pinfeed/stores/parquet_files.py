@@ -68,12 +68,7 @@ class ParquetShard:
             raise ReadError(f"{self.path} has changed since it was opened; open it again")
 
     def read(
-        self,
-        group: int,
-        names: Sequence[str],
-        n_rows: int,
-        *,
-        use_threads: bool = False,
+        self, group: int, names: Sequence[str], n_rows: int, *, use_threads: bool = False
     ) -> Generator[Any, None, None]:
         """Decode columns of a row group, ``n_rows`` rows at a time, as ``pyarrow.RecordBatch``.
 

@@ -14,13 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import (
-    ArgumentError,
-    FileMissing,
-    MissingDependency,
-    StoreError,
-    described,
-)
+from pinfeed.errors import ArgumentError, FileMissing, MissingDependency, StoreError, described
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.byte_ranges import (
     GROUP_BYTES,

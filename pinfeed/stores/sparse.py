@@ -76,11 +76,7 @@ class SparseStore(RaggedStore):
 
     @explain_arguments(_HINTS)
     def __init__(
-        self,
-        source: Source,
-        key: str | None = None,
-        *,
-        layout: Literal["csr", "dense"] = "csr",
+        self, source: Source, key: str | None = None, *, layout: Literal["csr", "dense"] = "csr"
     ) -> None:
         if layout not in ("csr", "dense"):
             raise ArgumentError(f"layout={layout!r}: expected 'csr' or 'dense'")
