@@ -189,8 +189,6 @@ class _Buffer:
     """Memory for the rows of a window, which reader threads are filling."""
 
     def __init__(self, store: FileStore, runs: RowRuns, memory: Array, threads: ThreadPool) -> None:
-        self.row_shape = store.row_shape
-        self.dtype = store.dtype
         starts, stops = np.array(list(runs), np.int64).T
         ends = np.cumsum(stops - starts)
         self._starts = starts
@@ -267,12 +265,19 @@ class BufferedRows:
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``. The caller has checked all arguments."""
+        left = np.arange(len(rows))
         for buffer in self._buffers:
-            found = buffer.find(rows)
-            if (found >= 0).all():
+            found = buffer.find(rows if len(left) == len(rows) else rows[left])
+            is_here = found >= 0
+            if len(left) == len(rows) and is_here.all():
                 buffer.wait().gather_unchecked(found, out)
                 return
-        self.gather_runs(Runs.of_rows(rows), out)
+            if is_here.any():
+                buffer.wait().gather_at(found[is_here], out, left[is_here])
+                left = left[~is_here]
+        if len(left):
+            # Sources of a mixture without windows.
+            run_gather(self._store)(Runs.of_rows(rows[left], left), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.

@@ -153,6 +153,10 @@ class ArrayStore(ClosedOnExit):
             # np.take would first copy the whole array to make it contiguous.
             out[...] = self._array[rows]
 
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        """Copy rows into ``out[positions]``, without checks; for few rows faster than runs."""
+        out[positions] = self._array[rows]
+
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
         memory_rows = self.memory_rows if len(runs.starts) > _FEW_RUNS else None

@@ -290,7 +290,8 @@ class ChunkedView(ChunkedStore):
 
     @property
     def version(self) -> object:
-        return [part.version for part in self.parts]
+        versions = [part.version for part in self.parts]
+        return versions if any(versions) else 0
 
     def close(self) -> None:
         """Free the chunks, and close the parts that no caller closes."""

@@ -73,7 +73,6 @@ _MAX_NAMES = 20
 class Header:
     """Content of a header, whether pinfeed supports it or not."""
 
-    version: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     fortran: bool
@@ -205,11 +204,25 @@ def parse_header(path: str, file: IO[bytes]) -> Header:
     """
     start = file.read(12)
     length = _header_length(path, start)
-    version = start[6]
-    begin = 10 if version == 1 else 12
+    begin = 10 if start[6] == 1 else 12
     file.seek(begin)
-    dtype, shape, fortran = _parse(path, version, file.read(length), length)
-    return Header(version, dtype, shape, fortran, begin + length)
+    text = file.read(length)
+    try:
+        if len(text) < length:
+            raise ValueError(f"it has {len(text)} of {length} bytes")
+        shape, fortran, dtype = _evaluate(start[6], text)
+        if (
+            not isinstance(shape, tuple)
+            or len(shape) > _MAX_AXES
+            or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+        ):
+            raise ValueError(f"shape {shape!r}")
+    except Exception as error:
+        # ast and numpy may raise any error, because the bytes can be anything.
+        raise StoreError(
+            f"{path}: the .npy header is damaged ({described(error):.250}); save the array again"
+        ) from None
+    return Header(dtype, shape, fortran, begin + length)
 
 
 def _header_length(path: str, start: bytes) -> int:
@@ -226,27 +239,6 @@ def _header_length(path: str, start: bytes) -> int:
             "array needs about 100)"
         )
     return length
-
-
-def _parse(
-    path: str, version: int, text: bytes, length: int
-) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    try:
-        if len(text) < length:
-            raise ValueError(f"it has {len(text)} of {length} bytes")
-        shape, fortran, dtype = _evaluate(version, text)
-        if (
-            not isinstance(shape, tuple)
-            or len(shape) > _MAX_AXES
-            or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
-        ):
-            raise ValueError(f"shape {shape!r}")
-    except Exception as error:
-        # ast and numpy may raise any error, because the bytes can be anything.
-        raise StoreError(
-            f"{path}: the .npy header is damaged ({described(error):.250}); save the array again"
-        ) from None
-    return dtype, shape, fortran
 
 
 def _evaluate(version: int, text: bytes) -> tuple[Any, bool, np.dtype[Any]]:

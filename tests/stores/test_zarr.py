@@ -107,6 +107,14 @@ def test_damaged_chunks(tmp_path: Path) -> None:
     np.testing.assert_array_equal(gathered(store, [10]), X[[10]])
 
 
+def test_an_open_array_is_not_pickled() -> None:
+    with (
+        ZarrStore(written({}, X, 50)) as store,
+        pytest.raises(TypeError, match="give ZarrStore the path"),
+    ):
+        pickle.dumps(store)
+
+
 def test_the_name_of_the_array(tmp_path: Path) -> None:
     group = zarr.create_group(str(tmp_path / "g.zarr"))
     group.create_array("x", data=X)
