@@ -111,7 +111,9 @@ class ChunkedArray(ChunkedStore):
 
     @property
     def _step_nbytes(self) -> int:
-        return super()._step_nbytes if self._raw is None else int(self._raw.grid.chunk_nbytes)
+        if self._raw is None:
+            return max(self.chunk_nbytes, min(self._run_bytes, self.nbytes))
+        return int(self._raw.grid.chunk_nbytes)
 
     def _open(self) -> Any:
         """Open the array of the path; the caller closes it by ``_close_source``."""

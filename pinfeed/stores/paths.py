@@ -107,18 +107,21 @@ def file_size(path: str, suffix: str = "") -> int:
         FileMissing: If there is no such file.
         StoreError: If the path is a directory, a pipe, a socket or a device.
     """
-    expected = f"expected a {suffix} file" if suffix else "expected a file"
+    kind = f"{suffix} file" if suffix else "file"
     try:
         status = require_regular(path)
     except FileNotFoundError:
+        expected = f"; expected a {kind}" if suffix else ""
         raise FileMissing(
-            f"{path}: no such file (looked in {os.getcwd()}); {expected}{pattern_hint(path)}"
+            f"{path}: no such file (looked in {os.getcwd()}){expected}{pattern_hint(path)}"
         ) from None
     if stat.S_ISDIR(status.st_mode):
         found = of_folder(path)
-        kind = f" (it looks like {found})" if found else ""
+        looks = f" (it looks like {found})" if found else ""
         pattern = os.path.join(path, f"*{suffix}")
-        raise StoreError(f"{path} is a directory{kind}; {expected}, or a pattern such as {pattern}")
+        raise StoreError(
+            f"{path} is a directory{looks}; expected a {kind}, or a pattern such as {pattern}"
+        )
     return status.st_size
 
 

@@ -140,12 +140,6 @@ class ZarrStore(ChunkedArray):
         # The chunks of a shard.
         return min(self.chunk_rows, (self.array_chunks or (1,))[0])
 
-    @property
-    def _step_nbytes(self) -> int:
-        if self._raw is None:
-            return max(self.chunk_nbytes, min(_CALL_BYTES, self.nbytes))
-        return super()._step_nbytes
-
     def close(self) -> None:
         """Free the chunks, and close the array if the store opened it."""
         super().close()
