@@ -25,7 +25,7 @@ import zarr
 from tabulate import tabulate
 
 import pinfeed
-from pinfeed.stores.zarr_chunks import ZarrChunks
+from pinfeed.stores.raw_chunks import ZarrChunks
 
 Array = npt.NDArray[Any]
 

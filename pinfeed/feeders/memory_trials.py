@@ -26,7 +26,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.sample_source import Samples, SampleSource, SampleThreads
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.item_reads import RaggedReads
+from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, sequential

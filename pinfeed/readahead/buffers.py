@@ -19,10 +19,9 @@ from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import EvenWindows, Window, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
-from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.file_store import FileStore, ShardedStore
 from pinfeed.stores.host_rows import StoreRows, run_gather
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending
 from pinfeed.threads.pool import ThreadPool
@@ -189,15 +188,7 @@ def windows_in_sequence(n_rows: int, window_rows: int) -> EvenWindows:
 class _Buffer:
     """Memory for the rows of a window, which reader threads are filling."""
 
-    def __init__(
-        self,
-        store: FileStore,
-        runs: RowRuns,
-        memory: Array,
-        threads: ThreadPool,
-    ) -> None:
-        self.row_shape = store.row_shape
-        self.dtype = store.dtype
+    def __init__(self, store: FileStore, runs: RowRuns, memory: Array, threads: ThreadPool) -> None:
         starts, stops = np.array(list(runs), np.int64).T
         ends = np.cumsum(stops - starts)
         self._starts = starts
@@ -286,7 +277,7 @@ class BufferedRows:
                 left = left[~is_here]
         if len(left):
             # Sources of a mixture without windows.
-            self._store.gather_at(rows[left], out, left)
+            run_gather(self._store)(Runs.of_rows(rows[left], left), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``.
@@ -303,7 +294,7 @@ class BufferedRows:
                 left = left.take(np.flatnonzero(~is_here))
         if len(left.starts):
             # Sources of a mixture without windows.
-            self._store.gather_runs(left, out)
+            run_gather(self._store)(left, out)
 
 
 class PageCacheReadahead(ReadStrategy):

@@ -30,11 +30,9 @@ from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore, even_bounds
-from pinfeed.stores.file_store import FileStore, rows_version
+from pinfeed.stores.file_store import FileStore, ShardedStore, rows_version
 from pinfeed.stores.host_rows import RunGather, StoreRows, memory_rows_of, run_gather
-from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.mapped_store import MappedStore
-from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.local_file import LocalFileStore, MappedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.pool import ThreadPool
 
@@ -111,29 +109,23 @@ class ResidentFile(ReadStrategy):
         """Copy rows of a batch into ``out``. The caller has checked all arguments."""
         if self._complete:
             self._rows.gather_unchecked(rows, out)
-            return
-        chunks = self._chunk_of(rows)
-        self._wait_for(chunks)
-        is_loaded = self._is_loaded[chunks]
-        if is_loaded.all():
-            self._rows.gather_unchecked(rows, out)
         else:
-            for source, has_rows in ((self._rows, is_loaded), (self._store, ~is_loaded)):
-                positions = np.flatnonzero(has_rows)
-                source.gather_at(rows[positions], out, positions)
+            self.gather_runs(Runs.of_rows(rows), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
-        gather: RunGather = self._rows.gather_runs
-        if not self._complete:
-            runs = runs.merged()
-            first = self._chunk_of(runs.starts)
-            last = self._chunk_of(runs.starts + runs.lengths - 1)
-            chunks = np.unique(Runs(first, last - first + 1, first).rows())
-            self._wait_for(chunks)
-            if not self._is_loaded[chunks].all():
-                gather = run_gather(self._store)
-        gather(runs, out)
+        if self._complete:
+            self._rows.gather_runs(runs, out)
+            return
+        runs = runs.merged()
+        first = self._chunk_of(runs.starts)
+        n_chunks = self._chunk_of(runs.starts + runs.lengths - 1) - first + 1
+        self._wait_for(np.unique(Runs(first, n_chunks, first).rows()))
+        n_loaded = np.concatenate(([0], np.cumsum(self._is_loaded)))
+        is_loaded = n_loaded[first + n_chunks] - n_loaded[first] == n_chunks
+        for source, has_runs in ((self._rows, is_loaded), (self._store, ~is_loaded)):
+            if has_runs.any():
+                run_gather(source)(runs.take(np.flatnonzero(has_runs)), out)
 
     def memory_rows(self) -> MemoryRows | None:
         self._find_loaded()
@@ -314,11 +306,7 @@ class MappedFile(ResidentFile):
     _rows: MappedStore
 
     def __init__(
-        self,
-        store: LocalFileStore,
-        *,
-        in_sequence: bool,
-        counted: Sequence[ShardedStore] = (),
+        self, store: LocalFileStore, *, in_sequence: bool, counted: Sequence[ShardedStore] = ()
     ) -> None:
         super().__init__(store, waits=in_sequence)
         nbytes = store.nbytes_beside(counted)

@@ -6,16 +6,16 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import ClosedError
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.source_reads import Reads
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.host_rows import (
@@ -27,9 +27,12 @@ from pinfeed.stores.host_rows import (
     memory_rows_of,
     never,
     run_gather,
+    runs_of,
     unchecked_gather,
 )
 from pinfeed.stores.matrix import MatrixStore
+from pinfeed.stores.store import Array
+from pinfeed.stores.window_store import WindowStore
 from pinfeed.threads.pool import ThreadPool
 
 
@@ -162,7 +165,7 @@ _BLOCK_CHUNKS = 4
 
 
 class ChunkReads(ReadStrategy):
-    """Strategy that gathers the rows of a batch from the store itself, sorted by chunk.
+    """Strategy that gathers the rows of a batch from the store itself, chunk by chunk.
 
     Args:
         store: The rows.
@@ -196,7 +199,7 @@ class ChunkReads(ReadStrategy):
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         if not self._decodes_ahead:
-            yield self._opener(lambda rows: None)
+            yield AnyBatch(functools.partial(ChunkRows, self._store))
             return
         with ThreadPool(1, "pinfeed-decode") as thread:
             # The first row that no batch has requested yet, and the next chunk to decode ahead. Two
@@ -204,10 +207,11 @@ class ChunkReads(ReadStrategy):
             reached = 0
             following = 0
 
-            def decode_ahead(rows: Rows) -> None:
+            def decode_ahead(runs: Runs) -> None:
                 nonlocal following, reached
-                reached = max(reached, int(rows[-1]) + 1)
-                number = self._next_chunk(rows)
+                end = int((runs.starts + runs.lengths).max())
+                reached = max(reached, end)
+                number = self._next_chunk(end - 1, runs.n_rows)
                 if number is not None and number >= following:
                     following = number + 1
                     # The last batches may be read after the epoch has ended.
@@ -215,73 +219,85 @@ class ChunkReads(ReadStrategy):
                         thread.submit(decode, number)
 
             def decode(number: int) -> None:
-                # Faster batches have already decoded the chunk.
+                # Faster batches have already decoded the chunk. If decoding fails, the batch that
+                # needs the chunk tries again, and raises the error in its turn.
                 if reached <= self._store.bounds[number]:
-                    self._decode_ahead(number)
+                    with contextlib.suppress(Exception):
+                        self._store.decode_ahead(number)
 
             try:
-                yield self._opener(decode_ahead)
+                yield AnyBatch(functools.partial(ChunkRows, self._store, decode_ahead=decode_ahead))
             finally:
                 thread.shutdown(cancel_futures=True)
 
-    def _opener(self, decode_ahead: Callable[[Rows], None]) -> OpenBatch:
-        return AnyBatch(functools.partial(_ChunkRows, self._store, decode_ahead=decode_ahead))
-
-    def _next_chunk(self, rows: Rows) -> int | None:
+    def _next_chunk(self, last: int, n_rows: int) -> int | None:
         """Return the chunk to decode ahead; None if the rows are far from it.
 
         Args:
-            rows: Row indices of a batch, ascending.
+            last: Last row of a batch.
+            n_rows: Number of rows of the batch.
         """
         bounds = self._store.bounds
-        number = int(np.searchsorted(bounds, rows[-1], side="right"))
+        number = int(np.searchsorted(bounds, last, side="right"))
         is_last = number == len(bounds) - 1
         # Readers that are one batch behind still need the previous chunk.
-        if is_last or rows[-1] < (bounds[number - 1] + bounds[number]) // 2:
+        if is_last or last < (bounds[number - 1] + bounds[number]) // 2:
             return None
         # Batches that are larger than a chunk decode it straight into the batch.
-        return number if len(rows) < bounds[number + 1] - bounds[number] else None
-
-    def _decode_ahead(self, number: int) -> None:
-        # The batch that needs the chunk tries again, and raises the error in its turn.
-        with contextlib.suppress(Exception):
-            self._store.decode_ahead(number)
+        return number if n_rows < bounds[number + 1] - bounds[number] else None
 
 
-class _ChunkRows:
-    """Rows of a store in chunks that a batch needs."""
+class ChunkRows:
+    """Rows of a store in chunks that a batch needs, or windows of these rows.
+
+    Args:
+        store: The chunks.
+        rows: Row indices, or windows, shape (n,); they may repeat.
+        decode_ahead: Function that is called with the runs of rows before they are gathered.
+        view: The windows; None if the rows are those of the store.
+    """
 
     def __init__(
-        self, store: ChunkedStore, rows: Rows, decode_ahead: Callable[[Rows], None]
+        self,
+        store: ChunkedStore,
+        rows: Rows,
+        decode_ahead: Callable[[Runs], object] | None = None,
+        view: WindowStore | None = None,
     ) -> None:
         self._store = store
         self._rows = rows
         self._decode_ahead = decode_ahead
-        self.shape = (len(rows), *store.row_shape)
+        self._view = view
+        self.shape = (len(rows), *(view or store).row_shape)
         self.dtype = store.dtype
 
-    def cut(self, begin: int, end: int) -> _ChunkRows:
+    def cut(self, begin: int, end: int) -> ChunkRows:
         """Return rows [begin, end) of these."""
-        return _ChunkRows(self._store, self._rows[begin:end], self._decode_ahead)
+        return ChunkRows(self._store, self._rows[begin:end], self._decode_ahead, self._view)
 
-    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
+    def windows(self, view: WindowStore) -> Callable[[Rows], ChunkRows]:
+        """Return a function that makes the windows of a batch, given their indices."""
+        return functools.partial(ChunkRows, self._store, decode_ahead=self._decode_ahead, view=view)
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the rows into ``out``; no chunk is divided between steps."""
-        order = np.argsort(self._rows, kind="stable")
-        rows = self._rows[order]
-        if len(rows):
-            self._decode_ahead(rows)
-        for begin, end in self._steps(rows):
+        if self._view is None:
+            runs = runs_of(self._rows)
+        else:
+            runs = self._view.item_runs(self._rows)
+            out = self._view.as_items(out)
+        if len(self._rows) and self._decode_ahead is not None:
+            self._decode_ahead(runs)
+        for step in self._steps(runs):
             check_stop()
-            self._store.gather_at(rows[begin:end], out, order[begin:end])
+            self._store.gather_runs(step, out)
 
-    def _steps(self, rows: Rows) -> Iterator[tuple[int, int]]:
-        """Divide ascending rows into steps with a limited size of their chunks."""
-        bounds = self._store.bounds
-        n_chunks = max(1, _STEP_BYTES // max(1, self._store.chunk_nbytes))
-        begin = 0
-        while begin < len(rows):
-            chunk = int(np.searchsorted(bounds, rows[begin], side="right")) - 1
-            last = bounds[min(chunk + n_chunks, len(bounds) - 1)]
-            end = int(np.searchsorted(rows, last))
-            yield begin, end
-            begin = end
+    def _steps(self, runs: Runs) -> Iterator[Runs]:
+        """Divide runs into steps with a limited size of their chunks."""
+        store = self._store
+        begins = store.bounds[: -1 : max(1, _STEP_BYTES // max(1, store.chunk_nbytes))]
+        if len(begins) == 1:
+            yield runs
+            return
+        for number, part in runs.by_part(np.append(begins[1:], store.n_rows)):
+            yield part._replace(starts=part.starts + begins[number])

@@ -72,7 +72,7 @@ class ArrowStore(ReadOnly):
     """
 
     def __init__(self, column: Any, *, name: str = "column", indices: Any = None) -> None:
-        pyarrow = imported("pyarrow", f"{name}: pyarrow is needed; pip install pyarrow")
+        pyarrow = imported("pyarrow", name)
         if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
             raise StoreError(
                 f"{name}: got {type(column).__name__}; expected a pyarrow.ChunkedArray or a "
@@ -204,7 +204,7 @@ def items_and_offsets(column: Any) -> tuple[Any, Rows]:
         MissingDependency: If pyarrow is not installed.
         StoreError: If ``column`` is not a column of lists, has nulls, or has no rows.
     """
-    pyarrow = imported("pyarrow", "from_arrow: pyarrow is needed; pip install pyarrow")
+    pyarrow = imported("pyarrow", "from_arrow")
     is_column = isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array))
     kind = column.type if is_column else type(column).__name__
     if not is_column or not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
@@ -232,6 +232,51 @@ def items_and_offsets(column: Any) -> tuple[Any, Rows]:
         offsets[begin + 1 : end + 1] += offsets[begin] - first
         begin = end
     return pyarrow.chunked_array(items), offsets
+
+
+def numeric_dtype(kind: Any, name: str) -> np.dtype[Any] | None:
+    """Return the dtype of a column of an Arrow type; None if all its values are missing.
+
+    Raises:
+        StoreError: If its values are not numbers.
+    """
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_null(kind):
+        return None
+    has_shape = isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape")
+    if (
+        has_shape
+        or types.is_list(kind)
+        or types.is_large_list(kind)
+        or types.is_fixed_size_list(kind)
+    ):
+        raise StoreError(
+            f"{name}: a column of {kind}; expected one number in each row, because it becomes one "
+            "column of a matrix; give it as a source of its own, without dtype= and missing="
+        )
+    return rows_of_chunk(pyarrow.nulls(0, kind), name).dtype
+
+
+def without_nulls(array: Any) -> Any:
+    """Return an Arrow array of numbers on the same memory; nulls become any numbers."""
+    import pyarrow
+
+    if not array.null_count:
+        return array
+    buffers = [None, array.buffers()[1]]
+    return pyarrow.Array.from_buffers(array.type, len(array), buffers, 0, array.offset)
+
+
+def validity(array: Any) -> Any:
+    """Return booleans that are False where an Arrow array has nulls."""
+    import pyarrow
+
+    if not array.null_count:
+        return pyarrow.array(np.ones(len(array), np.bool_))
+    buffers = [None, array.buffers()[0]]
+    return pyarrow.Array.from_buffers(pyarrow.bool_(), len(array), buffers, 0, array.offset)
 
 
 def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:

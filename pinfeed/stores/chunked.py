@@ -18,7 +18,7 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.store import Array
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.threads.call import Call
 
@@ -84,8 +84,6 @@ class ChunkedStore(FileStore):
 
     Args:
         layout: Rows and chunks.
-        given: Object of the library that the caller opened, and closes; None if the store opens its
-            files by their paths.
 
     Raises:
         StoreError: If there are no rows, or torch does not have the dtype.
@@ -94,7 +92,7 @@ class ChunkedStore(FileStore):
     loaded = "decoded"
     reads_in_bulk = True
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_decodes", "_opened")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_decodes")
     _decoding_chunks = 2
     """Memory that decoding needs in addition to the result, in multiples of the decoded bytes."""
     _max_decodes = MAX_DECODES
@@ -105,11 +103,9 @@ class ChunkedStore(FileStore):
     native: LocalFileStore | None = None
     """Store that reads the same rows without the library, if they are stored as plain bytes."""
 
-    def __init__(self, layout: ChunkLayout, given: Any = None) -> None:
+    def __init__(self, layout: ChunkLayout) -> None:
         if len(layout.bounds) < 2 or layout.bounds[-1] < 1:
             raise StoreError(f"{layout.label} has no rows; expected at least one")
-        self._layout = layout
-        self._given = given
         self.bounds = layout.bounds
         """First row of each chunk, followed by the number of rows."""
         shape = (int(layout.bounds[-1]), *layout.row_shape)
@@ -121,17 +117,6 @@ class ChunkedStore(FileStore):
         self._kept = KeptChunks(self.n_kept, self._decode)
         # Each decode needs memory in addition to its result, and the plan counts this many decodes.
         self._decodes = threading.BoundedSemaphore(self._n_decodes)
-        # A path is opened again when rows are read, because a forked process would share the state
-        # of the open file with its parent.
-        self._opened = self._given
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._given is not None:
-            raise TypeError(
-                f"{self!r} reads an object that the caller opened, and cannot be pickled; give "
-                f"{type(self).__name__} the path, which each process opens itself"
-            )
-        return super().__getstate__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label})"
@@ -251,37 +236,6 @@ class ChunkedStore(FileStore):
         if self.native is not None:
             self.native.close()
 
-    def _source(self) -> Any:
-        """Return the open object of the library; a path is opened again in another process.
-
-        The caller holds the lock of the library.
-        """
-        if self._opened is None:
-            # Without this check, a gather that still runs would open the closed file again.
-            self._require_open()
-            source, layout = self._open_path()
-            if not layout.has_rows_of(self._layout):
-                self._close_source(source)
-                raise StoreError(
-                    f"{self!r}: the file was replaced, and has other rows; open the store again"
-                )
-            self._opened = source
-        return self._opened
-
-    def _release_source(self) -> None:
-        """Close the object of the library, unless the caller opened it, who holds the lock."""
-        source = self._opened
-        if self._given is None and source is not None:
-            self._opened = None
-            self._close_source(source)
-
-    def _open_path(self) -> tuple[Any, ChunkLayout]:
-        """Open the path of the store, and return the object of the library, and its layout."""
-        raise NotImplementedError
-
-    def _close_source(self, source: Any) -> None:
-        """Close an object that ``_open_path`` has returned."""
-
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         """Decode the rows [start, stop), which are whole chunks, into ``out``."""
         raise NotImplementedError
@@ -308,6 +262,42 @@ class ChunkedStore(FileStore):
             chunk = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
         self.read_chunks(start, stop, chunk[: stop - start])
         return chunk
+
+
+class ChunkedView(ChunkedStore):
+    """Rows of other stores, whose chunks these stores decode.
+
+    Args:
+        layout: Rows and chunks.
+        parts: The stores, at least one; they must stay open.
+        owned: The parts that this store closes.
+    """
+
+    def __init__(
+        self, layout: ChunkLayout, parts: Sequence[ChunkedStore], owned: Sequence[Store] = ()
+    ) -> None:
+        self.parts = tuple(parts)
+        self._owned = tuple(owned)
+        self._decoding_chunks = max(part._decoding_chunks for part in parts)
+        self._max_decodes = min(part._max_decodes for part in parts)
+        self._run_bytes = min(self._run_bytes, *(part._run_bytes for part in parts))
+        super().__init__(layout)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # No caller has the parts that were unpickled.
+        self._owned = self.parts
+
+    @property
+    def version(self) -> object:
+        versions = [part.version for part in self.parts]
+        return versions if any(versions) else 0
+
+    def close(self) -> None:
+        """Free the chunks, and close the parts that no caller closes."""
+        super().close()
+        for part in self._owned:
+            part.close()
 
 
 class KeptChunks:

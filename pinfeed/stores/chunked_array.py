@@ -2,68 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import os
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
+from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.stores.chunked import ChunkedStore, ChunkedView, ChunkLayout
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.libraries import is_of
 from pinfeed.stores.npy_store import NpyStore
+from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.raw_chunks import Box
 from pinfeed.stores.store import Array
 from pinfeed.stores.window_store import WindowStore, axis_windows, leading_axes
-from pinfeed.validation.arguments import explain_arguments
-
-Box = tuple[slice, ...]
-"""Indices [start, stop) along each axis of an array."""
-
-
-class ChunkGrid(NamedTuple):
-    """Shape of an array, and of its chunks; a chunk at the end of an axis extends beyond it."""
-
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of a decoded chunk."""
-        return math.prod(self.chunks) * self.dtype.itemsize
-
-    def origins(self, box: Box) -> Iterator[tuple[int, ...]]:
-        """Yield the position in the array of the first item of each chunk of a box."""
-        sizes = zip(box, self.shape, self.chunks, strict=True)
-        ranges = (range(*one.indices(size)[:2], chunk) for one, size, chunk in sizes)
-        return itertools.product(*ranges)
-
-    def place(self, origin: tuple[int, ...], box: Box, out: Array) -> Array:
-        """Return the part of ``out`` for a chunk.
-
-        Args:
-            origin: Position in the array of the first item of the chunk.
-            box: A box of whole chunks with this one.
-            out: The items of the box.
-        """
-        axes = zip(origin, box, self.chunks, strict=True)
-        begins = [(at - (one.start or 0), size) for at, one, size in axes]
-        return out[tuple(slice(begin, begin + size) for begin, size in begins)]
-
-    def put(self, decoded: Any, place: Array) -> None:
-        """Copy a decoded chunk, which is a buffer, to its place.
-
-        Raises:
-            ValueError: If the chunk has another size.
-        """
-        block = np.frombuffer(decoded, self.dtype).reshape(self.chunks)
-        place[...] = block[tuple(map(slice, place.shape))]
+from pinfeed.validation.arguments import check_flag, explain_arguments
 
 
 class ChunkedArray(ChunkedStore):
     """Rows of an array that a library stores in chunks along all axes.
 
-    A subclass sets ``array_shape`` and ``array_chunks`` before it calls ``__init__`` of this class.
+    Args:
+        source: Path, which the store opens and closes, or an open array of the library, which the
+            caller closes.
+        name: Name of the array in the file or group of the path.
+        as_stored: Whether to read stored numbers that do not mean what they say.
+        kind: Name of the library, and of its class of arrays.
 
     Attributes:
         array_shape: Shape of the array.
@@ -73,13 +41,132 @@ class ChunkedArray(ChunkedStore):
     array_shape: tuple[int, ...]
     array_chunks: tuple[int, ...] | None
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_flat")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (
+        *ChunkedStore._PROCESS_STATE,
+        *("_flat", "_opened", "_opening"),
+    )
+    # Chunks that can be decoded without the library; None if there are none.
+    _raw: Any
     # The items of this array, numbered through so many leading axes, for all of its windows.
     _flat: dict[int, FileStore]
+
+    def __init__(
+        self, source: Any, name: str | None, *, as_stored: bool, kind: tuple[str, str]
+    ) -> None:
+        check_flag(as_stored, "as_stored")
+        own_name = type(self).__name__
+        self._name = name
+        self._path = ""
+        if isinstance(source, (str, os.PathLike)):
+            path = os.fspath(source)
+            self._path = path if has_protocol(path) else os.path.abspath(path)
+            array = self._open()
+        elif not is_of(source, *kind):
+            raise ArgumentError(
+                f"{own_name}: got {type(source).__name__}; expected a path or an open "
+                f"{'.'.join(kind)}; for an open file or group, give file[name]"
+            )
+        elif name is not None:
+            raise ArgumentError(f"name={name!r} with an open array; leave name out")
+        else:
+            array = source
+        try:
+            with self._errors(self._path or own_name):
+                self._given = None if self._path else array
+                self._layout = self._describe(array)
+                super().__init__(self._layout)
+                if not as_stored:
+                    self._require_plain_numbers(array)
+                self.native = self._plain_bytes(array)
+        except BaseException:
+            if self._path:
+                self._close_source(array)
+            raise
+        self._opened = array
+        if self.native is not None:
+            self.native.label = self.label
+            self._release_source()
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
         self._flat = {}
+        # Without a lock, two threads could open the path, and one could close the other's array.
+        self._opening = threading.Lock()
+        # A path is opened again when rows are read, because a forked process would share the state
+        # of the open file with its parent.
+        self._opened = self._given
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._given is not None:
+            raise TypeError(
+                f"{self!r} reads an object that the caller opened, and cannot be pickled; give "
+                f"{type(self).__name__} the path, which each process opens itself"
+            )
+        return super().__getstate__()
+
+    @property
+    def _lock(self) -> threading.Lock:
+        """Lock of the open array."""
+        return self._opening
+
+    @property
+    def _step_nbytes(self) -> int:
+        if self._raw is None:
+            return max(self.chunk_nbytes, min(self._run_bytes, self.nbytes))
+        return int(self._raw.grid.chunk_nbytes)
+
+    def _open(self) -> Any:
+        """Open the array of the path; the caller closes it by ``_close_source``."""
+        raise NotImplementedError
+
+    def _errors(self, place: str) -> AbstractContextManager[None]:
+        """Raise errors of the library, which are of many kinds, as ``StoreError``."""
+        raise NotImplementedError
+
+    def _describe(self, array: Any) -> ChunkLayout:
+        """Find out how the rows of an array are read, and return its layout."""
+        raise NotImplementedError
+
+    def _require_plain_numbers(self, array: Any) -> None:
+        """Check that the stored numbers mean what they say, and that all of them exist.
+
+        Raises:
+            StoreError: If an attribute or a mask changes what they mean, or parts are missing.
+        """
+        raise NotImplementedError
+
+    def _plain_bytes(self, array: Any) -> NpyStore | None:
+        """Return a store that reads the bytes of an array from its file; None if it cannot."""
+        return None
+
+    def _close_source(self, array: Any) -> None:
+        """Close an array that ``_open`` has returned."""
+        raise NotImplementedError
+
+    def _source(self) -> Any:
+        """Return the open array; a path is opened again in another process.
+
+        The caller holds the lock.
+        """
+        if self._opened is None:
+            # Without this check, a gather that still runs would open the closed file again.
+            self._require_open()
+            array = self._open()
+            if not self._describe(array).has_rows_of(self._layout):
+                self._close_source(array)
+                raise StoreError(
+                    f"{self!r}: the file was replaced, and has other rows; open the store again"
+                )
+            self._opened = array
+        return self._opened
+
+    def _release_source(self) -> None:
+        """Close the array, unless the caller opened it."""
+        with self._lock:
+            array = self._opened
+            if self._given is None and array is not None:
+                self._opened = None
+                self._close_source(array)
 
     @explain_arguments({})
     def windows(
@@ -137,6 +224,7 @@ class ChunkedArray(ChunkedStore):
         for store in self._flat.values():
             if store is not self:
                 store.close()
+        self._release_source()
 
     def _items(self, n_axes: int) -> FileStore:
         """Return the items of the array as rows, numbered through its leading axes."""
@@ -154,10 +242,24 @@ class ChunkedArray(ChunkedStore):
 
     def read_box(self, box: Box, out: Array) -> None:
         """Decode a box of whole chunks into ``out``, of its shape."""
+        with self._lock:
+            array = self._source()
+            # If the array was replaced, it may have other chunks when it is opened again.
+            raw = self._raw
+        # The library reads chunks that were never written, and explains damaged chunks.
+        if raw is None or not self._read_raw(raw, box, out):
+            self._read_box(array, box, out)
+
+    def _read_raw(self, raw: Any, box: Box, out: Array) -> bool:
+        """Decode a box without the library; return whether that was possible."""
+        raise NotImplementedError
+
+    def _read_box(self, array: Any, box: Box, out: Array) -> None:
+        """Decode a box by the library."""
         raise NotImplementedError
 
 
-class FlatArray(ChunkedStore):
+class FlatArray(ChunkedView):
     """Items of an array as rows, numbered through its leading axes in C order.
 
     Args:
@@ -179,30 +281,10 @@ class FlatArray(ChunkedStore):
         n_items = math.prod(shape[:n_axes])
         bounds = np.append((outer[:, None] + along).ravel(), n_items)
         self._array = array
-        self._owned = False
-        self._n_axes = n_axes
-        self._decoding_chunks = array._decoding_chunks
-        self._max_decodes = array._max_decodes
-        self._run_bytes = min(self._run_bytes, array._run_bytes)
         layout = ChunkLayout(
             array.label, array.dtype, shape[n_axes:], bounds, paths=tuple(array.paths)
         )
-        super().__init__(layout)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # No caller has the array that was unpickled.
-        self._owned = True
-
-    def close(self) -> None:
-        """Free the chunks, and close the array if no caller can. Further calls do nothing."""
-        super().close()
-        if self._owned:
-            self._array.close()
-
-    @property
-    def version(self) -> object:
-        return self._array.version
+        super().__init__(layout, [array])
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         shape = self._array.array_shape

@@ -15,21 +15,14 @@ from pinfeed.rows.mixtures import n_rows_of
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
+from pinfeed.stores.chunked import ChunkedStore, ChunkedView, ChunkLayout
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.host_rows import Gather, run_gather
+from pinfeed.stores.host_rows import Gather, run_gather, runs_of
+from pinfeed.stores.libraries import and_more
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
-from pinfeed.stores.store import (
-    Array,
-    ReadOnly,
-    Store,
-    checked_gather,
-    in_words,
-    is_store,
-    run_of,
-)
+from pinfeed.stores.store import Array, ReadOnly, Store, checked_gather, in_words, is_store
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.argument_types import Source
 
@@ -185,9 +178,7 @@ class ConcatStore(ReadOnly):
                 stack.callback(store.close)
 
     def _gather(self, rows: Rows, out: Array) -> None:
-        run = run_of(rows)
-        runs = Runs.of_rows(rows) if run is None else Runs.one(run.start, len(rows))
-        self.gather_runs(runs, out)
+        self.gather_runs(runs_of(rows), out)
 
 
 def _named(sources: Any) -> list[tuple[str, Any]]:
@@ -289,7 +280,7 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
     return joined
 
 
-class ConcatChunks(ChunkedStore):
+class ConcatChunks(ChunkedView):
     """Rows of several chunked stores, one after the other; read-only.
 
     Args:
@@ -298,43 +289,22 @@ class ConcatChunks(ChunkedStore):
     """
 
     def __init__(self, parts: Sequence[ChunkedStore], owned: Sequence[Store] = ()) -> None:
-        self.parts = tuple(parts)
-        self._owned = tuple(owned)
         self._ends = np.cumsum([part.n_rows for part in parts])
         begins = self._ends - [part.n_rows for part in parts]
         bounds = [part.bounds[:-1] + begin for part, begin in zip(parts, begins, strict=True)]
-        self._decoding_chunks = max(part._decoding_chunks for part in parts)
-        self._max_decodes = min(part._max_decodes for part in parts)
-        self._run_bytes = min(self._run_bytes, *(part._run_bytes for part in parts))
-        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         layout = ChunkLayout(
-            f"{parts[0].label}{more}",
+            and_more(parts[0].label, len(parts)),
             parts[0].dtype,
             parts[0].row_shape,
             np.append(np.concatenate(bounds), self._ends[-1]),
             paths=tuple(path for part in parts for path in part.paths),
         )
-        super().__init__(layout)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # No caller has the parts that were unpickled.
-        self._owned = self.parts
-
-    @property
-    def version(self) -> object:
-        return [part.version for part in self.parts]
+        super().__init__(layout, parts, owned)
 
     @property
     def piece_rows(self) -> int:
         found = {part.piece_rows for part in self.parts}
         return found.pop() if len(found) == 1 else self.chunk_rows
-
-    def close(self) -> None:
-        """Free the chunks, and close the stores that were opened from paths."""
-        super().close()
-        for part in self._owned:
-            part.close()
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         done = 0

@@ -16,9 +16,8 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
-from pinfeed.stores.mapped_store import FileMap
-from pinfeed.stores.page_cache import PageCache
-from pinfeed.stores.sharded_file import RowLayout
+from pinfeed.stores.file_store import RowLayout
+from pinfeed.stores.page_cache import FileMap, PageCache
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
 
@@ -53,12 +52,7 @@ class FileReader:
     """
 
     def __init__(
-        self,
-        layout: RowLayout,
-        *,
-        inode: FileKey | None,
-        writable: bool,
-        keep_cache: bool,
+        self, layout: RowLayout, *, inode: FileKey | None, writable: bool, keep_cache: bool
     ) -> None:
         self._layout = layout
         try:

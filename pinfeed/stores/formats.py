@@ -19,9 +19,8 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError
-from pinfeed.stores.layouts import list_tensors
-from pinfeed.stores.libraries import is_of
-from pinfeed.stores.npy_header import MAGIC, strange
+from pinfeed.stores.layouts import MAGIC, read_tensors, strange
+from pinfeed.stores.libraries import and_more, is_of
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import pattern_hint, require_regular
 from pinfeed.stores.store import Store, row_nbytes
@@ -53,9 +52,8 @@ class Part:
     problem: str = ""
 
     def __str__(self) -> str:
-        path = self.path
-        if not isinstance(path, str):
-            path = f"{path[0]} and {len(path) - 1} more" if len(path) > 1 else path[0]
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        path = and_more(paths[0], len(paths))
         return f"{path}:{self.name}" if self.name else path
 
     @property
@@ -304,12 +302,12 @@ class SafetensorsFormat(FileFormat):
         return start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= size
 
     def parts(self, path: str, name: str | None) -> list[Part]:
-        tensors = list_tensors(path)
+        _, tensors = read_tensors(path)
         if name is not None and name not in tensors:
             raise missing_part(path, name)
         found = []
         for one in tensors if name is None else (name,):
-            shape, code, dtype = tensors[one]
+            shape, code, dtype, _ = tensors[one]
             nbytes = math.prod(shape) * (dtype.itemsize if dtype else 0)
             problem = "" if shape else "a single number; expected an axis of rows"
             if dtype is None:

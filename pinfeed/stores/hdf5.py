@@ -12,24 +12,24 @@ from typing import IO, Any
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
+from pinfeed.errors import ClosedError, StoreError, described
 from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
-from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.formats import ArrayFormat, register
-from pinfeed.stores.hdf5_chunks import RawChunks, missing_part
 from pinfeed.stores.libraries import (
     imported,
     library_errors,
     listed,
+    missing_part,
     nullable_values,
     require_plain_numbers,
 )
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.stores.paths import Path, local_path, require_regular
+from pinfeed.stores.paths import Path, file_size, local_path
+from pinfeed.stores.raw_chunks import Box, HDF5Chunks
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.validation.arguments import check_flag, explain_arguments
-from pinfeed.validation.suggestions import install_line
+from pinfeed.validation.arguments import explain_arguments
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10
@@ -83,57 +83,77 @@ class HDF5Store(ChunkedArray):
 
     @explain_arguments({})
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
-        check_flag(as_stored, "as_stored")
-        h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('h5py')}")
-        self._path = ""
-        if isinstance(source, (str, os.PathLike)):
-            self._path = os.path.abspath(local_path(source))
-            dataset = _open(self._path, name)
-        elif isinstance(source, h5py.Dataset):
-            if name is not None:
-                raise ArgumentError(f"name={name!r} with a dataset; leave name out")
-            _require_valid(source, "HDF5Store")
-            dataset = source
-        else:
-            raise ArgumentError(
-                f"HDF5Store: got {type(source).__name__}; expected a path or an h5py.Dataset; for "
-                "an open file or group, give file[name]"
-            )
-        try:
-            with _h5py_errors(self._path or "HDF5Store", name):
-                self._describe(dataset)
-                if not as_stored:
-                    is_column = (dataset.name or "").endswith("/values")
-                    require_plain_numbers(
-                        dataset.attrs,
-                        dataset.dtype,
-                        self.label,
-                        column=dataset.parent if is_column else None,
-                        missing=missing_part(dataset),
-                    )
-        except BaseException:
-            if self._path:
-                dataset.file.close()
-            raise
-        self._opened = dataset
-        if self.native is not None:
-            self._close_file()
+        imported("h5py", "HDF5Store")
+        super().__init__(source, name, as_stored=as_stored, kind=("h5py", "Dataset"))
 
-    def _describe(self, dataset: Any) -> None:
-        """Find out how the rows of a dataset are read."""
+    def _open(self) -> Any:
+        return _open(local_path(self._path), self._name)
+
+    def _errors(self, place: str) -> AbstractContextManager[None]:
+        return _h5py_errors(place, self._name)
+
+    def _describe(self, dataset: Any) -> ChunkLayout:
+        _require_valid(dataset, "HDF5Store")
         self._name = dataset.name
-        self._raw = _raw_chunks(dataset)
+        can_decode = HDF5Chunks.can_read(dataset) and _is_stored_as_in_memory(dataset)
+        self._raw = HDF5Chunks(dataset) if can_decode else None
         self.array_shape = dataset.shape or ()
         self.array_chunks = dataset.chunks
         self._is_virtual = bool(dataset.is_virtual)
-        if _is_stacked(dataset):
-            self._run_bytes = 0
         # HDF5 itself decodes one chunk at a time.
         self._max_decodes = MAX_DECODES if self._raw is not None else 1
-        super().__init__(_layout(dataset), None if self._path else dataset)
-        self.native = _native(dataset, self._given is not None)
-        if self.native is not None:
-            self.native.label = self.label
+        path = os.fsdecode(dataset.file.filename)
+        label = f"{os.path.basename(path)}:{dataset.name}"
+        _check_type(dataset.dtype, label)
+        if dataset.chunks is not None:
+            chunk_rows = dataset.chunks[0]
+        elif _is_stacked(dataset):
+            chunk_rows = 1
+            self._run_bytes = 0
+        else:
+            row_nbytes = dataset.dtype.itemsize * math.prod((dataset.shape or ())[1:])
+            chunk_rows = _PIECE_BYTES // max(1, row_nbytes)
+        return ChunkLayout.even(label, dataset.dtype, dataset.shape, chunk_rows, (path,))
+
+    def _require_plain_numbers(self, dataset: Any) -> None:
+        is_column = (dataset.name or "").endswith("/values")
+        require_plain_numbers(
+            dataset.attrs,
+            dataset.dtype,
+            self.label,
+            column=dataset.parent if is_column else None,
+            missing=missing_part(dataset),
+        )
+
+    def _plain_bytes(self, dataset: Any) -> NpyStore | None:
+        # The dataset must be contiguous and complete, and have the same type in memory, and this
+        # process must not write the file.
+        import h5py
+
+        file = dataset.file
+        properties = dataset.id.get_create_plist()
+        if (
+            file.driver != "sec2"
+            or (self._given is not None and file.mode != "r")
+            or dataset.is_virtual
+            or properties.get_layout() != h5py.h5d.CONTIGUOUS
+            or properties.get_external_count()
+            or dataset.id.get_storage_size() != dataset.nbytes
+            or not dataset.nbytes
+            or not _is_stored_as_in_memory(dataset)
+        ):
+            return None
+        offset = dataset.id.get_offset()
+        path = os.path.abspath(os.fsdecode(file.filename))
+        try:
+            opened = os.fstat(file.id.get_vfd_handle())
+            found = os.stat(path)
+        except OSError:
+            return None
+        if offset is None or (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino):
+            # The file was moved or replaced.
+            return None
+        return NpyStore.raw(path, shape=dataset.shape, dtype=dataset.dtype, offset=offset)
 
     @property
     def piece_rows(self) -> int:
@@ -144,28 +164,16 @@ class HDF5Store(ChunkedArray):
         return super().resident_bytes + self._is_virtual * _VIRTUAL_CACHE_BYTES
 
     @property
-    def _step_nbytes(self) -> int:
-        return super()._step_nbytes if self._raw is None else self._raw.grid.chunk_nbytes
+    def _lock(self) -> threading.Lock:
+        return _reading
 
-    def close(self) -> None:
-        """Free the chunks, and close the file if the store opened it."""
-        super().close()
-        self._close_file()
-
-    def read_box(self, box: Box, out: Array) -> None:
-        with _reading:
-            # If the file was replaced, it may have other chunks when it is opened again.
-            self._dataset()
-            raw = self._raw
-        # HDF5 reads chunks that were never written, and explains damaged chunks.
-        if raw is None or not all(
+    def _read_raw(self, raw: HDF5Chunks, box: Box, out: Array) -> bool:
+        return all(
             self._decode_chunk(raw, origin, raw.grid.place(origin, box, out))
             for origin in raw.grid.origins(box)
-        ):
-            with _reading:
-                self._dataset().read_direct(out, box)
+        )
 
-    def _decode_chunk(self, chunks: RawChunks, origin: tuple[int, ...], place: Array) -> bool:
+    def _decode_chunk(self, chunks: HDF5Chunks, origin: tuple[int, ...], place: Array) -> bool:
         """Read one chunk as it is in the file, and decode it; return whether that was possible."""
         with _reading:
             dataset = self._dataset()
@@ -176,18 +184,13 @@ class HDF5Store(ChunkedArray):
                 return False
         return not filters_left_out and chunks.decode(raw, place)
 
-    def _open_path(self) -> tuple[Any, ChunkLayout]:
-        dataset = _open(self._path, self._name)
-        self._raw = _raw_chunks(dataset)
-        return dataset, _layout(dataset)
+    def _read_box(self, dataset: Any, box: Box, out: Array) -> None:
+        with _reading:
+            self._dataset().read_direct(out, box)
 
     def _close_source(self, source: Any) -> None:
         if source:
             source.file.close()
-
-    def _close_file(self) -> None:
-        with _reading:
-            self._release_source()
 
     def _dataset(self) -> Any:
         """Return the open dataset. The caller holds the lock."""
@@ -219,7 +222,7 @@ class HDF5Format(ArrayFormat):
 
     @contextlib.contextmanager
     def open_group(self, source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
-        imported("h5py", f"h5py is needed to read HDF5 files; {install_line('h5py')}")
+        imported("h5py", "HDF5 files")
         with contextlib.ExitStack() as stack:
             parent = source
             if isinstance(source, (str, os.PathLike)):
@@ -279,9 +282,7 @@ def _open_file(path: Path, cache_nbytes: int = 0) -> Any:
     """
     import h5py
 
-    if not os.path.exists(path):
-        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
-    require_regular(os.fspath(path))
+    file_size(os.fspath(path))
     try:
         return h5py.File(path, "r", rdcc_nbytes=cache_nbytes)
     except OSError as error:
@@ -329,25 +330,6 @@ def _require_valid(dataset: Any, name: str) -> None:
         raise ClosedError(f"{name}: the HDF5 file of the dataset is closed; open it again")
 
 
-def _layout(dataset: Any) -> ChunkLayout:
-    """Return the rows and chunks of a dataset.
-
-    Raises:
-        StoreError: If pinfeed cannot read its rows.
-    """
-    path = os.fsdecode(dataset.file.filename)
-    label = f"{os.path.basename(path)}:{dataset.name}"
-    _check_type(dataset.dtype, label)
-    if dataset.chunks is not None:
-        chunk_rows = dataset.chunks[0]
-    elif _is_stacked(dataset):
-        chunk_rows = 1
-    else:
-        row_nbytes = dataset.dtype.itemsize * math.prod((dataset.shape or ())[1:])
-        chunk_rows = _PIECE_BYTES // max(1, row_nbytes)
-    return ChunkLayout.even(label, dataset.dtype, dataset.shape, chunk_rows, (path,))
-
-
 def _is_stacked(dataset: Any) -> bool:
     """Return whether each row of a virtual dataset has long parts of several datasets.
 
@@ -391,44 +373,3 @@ def _is_stored_as_in_memory(dataset: Any) -> bool:
 
     in_memory = h5py.h5t.py_create(dataset.dtype, logical=True)
     return bool(dataset.id.get_type().equal(in_memory))
-
-
-def _raw_chunks(dataset: Any) -> RawChunks | None:
-    """Return the chunks of a dataset, if they can be decoded without HDF5."""
-    if RawChunks.can_read(dataset) and _is_stored_as_in_memory(dataset):
-        return RawChunks(dataset)
-    return None
-
-
-def _native(dataset: Any, is_given: bool) -> NpyStore | None:
-    """Return a store that reads the bytes of a dataset from its file, or None if it cannot.
-
-    It can if the dataset is contiguous and complete, has the same type in memory, and this process
-    does not write the file.
-    """
-    import h5py
-
-    file = dataset.file
-    properties = dataset.id.get_create_plist()
-    if (
-        file.driver != "sec2"
-        or (is_given and file.mode != "r")
-        or dataset.is_virtual
-        or properties.get_layout() != h5py.h5d.CONTIGUOUS
-        or properties.get_external_count()
-        or dataset.id.get_storage_size() != dataset.nbytes
-        or not dataset.nbytes
-        or not _is_stored_as_in_memory(dataset)
-    ):
-        return None
-    offset = dataset.id.get_offset()
-    path = os.path.abspath(os.fsdecode(file.filename))
-    try:
-        opened = os.fstat(file.id.get_vfd_handle())
-        found = os.stat(path)
-    except OSError:
-        return None
-    if offset is None or (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino):
-        # The file was moved or replaced.
-        return None
-    return NpyStore.raw(path, shape=dataset.shape, dtype=dataset.dtype, offset=offset)

@@ -13,7 +13,7 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import put_rows
-from pinfeed.stores.store import Array
+from pinfeed.stores.store import Array, run_of
 
 # Rows are gathered in steps, because a loop that ends waits for the current step. A step takes a
 # few milliseconds from memory, and less than a second from a disk with 20,000 seeks per second.
@@ -63,7 +63,7 @@ def fast_way(store: Gatherable, name: str) -> Any:
     Such a member belongs to the methods that gather of the same class. If a subclass or an object
     replaces one of these, it may return other rows, so the result is None.
     """
-    replaceable = {"gather", "gather_at", "gather_unchecked"}
+    replaceable = {"gather", "gather_unchecked"}
     if replaceable.isdisjoint(getattr(store, "__dict__", ())):
         for kind in type(store).__mro__:
             if name in vars(kind):
@@ -169,6 +169,12 @@ class RunRows:
         for piece in self._runs.pieces(max(1, _STEP_BYTES // max(1, nbytes))):
             check_stop()
             self._gather(piece, rows)
+
+
+def runs_of(rows: Rows) -> Runs:
+    """Return rows as runs: a single one if they are consecutive, or one for each row."""
+    run = run_of(rows)
+    return Runs.of_rows(rows) if run is None else Runs.one(run.start, len(rows))
 
 
 def run_gather(store: Gatherable) -> RunGather:

@@ -1,4 +1,4 @@
-"""LocalFileStore: rows of files on a local disk, read and written."""
+"""LocalFileStore: rows of files on a local disk; MappedStore: the same rows in memory maps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.memory.proc_maps import file_key
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.file_reader import FileReader
-from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
+from pinfeed.stores.file_store import FileStore, RowLayout, ShardedStore, as_bytes
+from pinfeed.stores.page_cache import FileMap, is_safe_to_map, joined_rows
 from pinfeed.stores.paths import file_version
-from pinfeed.stores.sharded_file import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.store import Array, checked_scatter
 from pinfeed.validation.arguments import check_flag
 
@@ -56,11 +56,7 @@ class LocalFileStore(ShardedStore):
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_open", "_lock", "_n_writes", "_inodes")
 
     def __init__(
-        self,
-        layouts: Sequence[RowLayout],
-        mode: str,
-        keep_cache: bool | None,
-        memory_map: bool,
+        self, layouts: Sequence[RowLayout], mode: str, keep_cache: bool | None, memory_map: bool
     ) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
@@ -134,13 +130,13 @@ class LocalFileStore(ShardedStore):
     def can_map(self) -> bool:
         """Whether rows may be gathered from memory maps of the files.
 
-        A subclass that overrides ``gather`` is not mapped, because its rows may differ from those
-        of the files.
+        A subclass that overrides ``gather`` or ``gather_runs`` is not mapped, because its rows may
+        differ from those of the files.
         """
         return (
             self._memory_map
             and type(self).gather is FileStore.gather
-            and type(self).gather_at is FileStore.gather_at
+            and type(self).gather_runs is ShardedStore.gather_runs
             and self.keep_cache
             and len(self._layouts) <= _MAX_OPEN
             and all(map(is_safe_to_map, self.paths))
@@ -251,3 +247,65 @@ class LocalFileStore(ShardedStore):
             # If the count differs, another thread has written the shard since.
             if self._n_writes.get(number) == count:
                 del self._n_writes[number]
+
+
+class MappedStore(ShardedStore):
+    """Rows of local files, read-only, in a memory map of each file.
+
+    Args:
+        layouts: Layout of the rows of each file, at least one row each.
+        maps: Map of each file.
+    """
+
+    def __init__(self, layouts: Sequence[RowLayout], maps: Sequence[FileMap]) -> None:
+        super().__init__(layouts)
+        self._maps = maps
+        self._memory_rows: MemoryRows | None = None
+        if not self._swapped and maps[0].memory_rows is not None:
+            self._memory_rows = joined_rows(maps)
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        # Another thread may close the store.
+        if (memory_rows := self._memory_rows) is None:
+            super().gather_unchecked(rows, out)
+        else:
+            memory_rows.gather(rows, out)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        if (memory_rows := self._memory_rows) is None:
+            super().gather_runs(runs, out)
+        else:
+            # One call copies the runs of all files.
+            memory_rows.gather_runs(*runs, out)
+
+    @property
+    def memory_rows(self) -> MemoryRows | None:
+        """The rows, if the compiled functions can copy them."""
+        return self._memory_rows
+
+    def populate(self, start: int, stop: int) -> None:
+        """Load the rows [start, stop) into the page cache, and fill the page tables of the maps.
+
+        Raises:
+            OSError: If a file has shrunk or cannot be read.
+        """
+        for number, first, n_rows in cut_run(start, stop, self._ends):
+            self._reader(number).populate(first, n_rows)
+
+    def is_cached(self, start: int, stop: int) -> bool | None:
+        """Return whether the page cache holds the rows [start, stop); None if unknown."""
+        found = [
+            self._reader(number).is_cached(first, n_rows)
+            for number, first, n_rows in cut_run(start, stop, self._ends)
+        ]
+        return None if None in found else all(found)
+
+    def close(self) -> None:
+        """Unmap the files; a gather that is running keeps its map until it ends."""
+        super().close()
+        self._memory_rows = None
+        self._maps = ()
+
+    def _reader(self, number: int) -> FileMap:
+        self._require_open()
+        return self._maps[number]

@@ -1,41 +1,42 @@
-"""MatrixStore: a matrix whose columns are those of a DataFrame, a table or a dataset in memory."""
+"""MatrixStore: a matrix whose columns are those of a DataFrame, a table or a dataset in memory.
+
+MatrixColumns is the rule by which columns become those of a matrix, for tables in files, too.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from pinfeed.errors import StoreError
+from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.columns import (
-    MatrixColumns,
-    checked_columns,
-    numeric_dtype,
-    validity,
-    without_nulls,
-)
+from pinfeed.stores.arrow import ArrowStore, numeric_dtype, rows_of_chunk, validity, without_nulls
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.formats import FORMATS
-from pinfeed.stores.frames import (
+from pinfeed.stores.host_rows import gather_rows, unchecked_gather
+from pinfeed.stores.libraries import check_names, is_of
+from pinfeed.stores.opened import (
+    arrow_table,
     frame_series,
     is_pandas,
     numbers_of_masked,
+    open_store,
     pandas_store,
     polars_store,
     polars_to_arrow,
 )
-from pinfeed.stores.host_rows import gather_rows, unchecked_gather
-from pinfeed.stores.libraries import is_of
-from pinfeed.stores.opened import arrow_table, open_store
-from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
+from pinfeed.stores.store import Array, Store, in_words, is_store, run_of
 from pinfeed.tensors.argument_types import DTypeLike, Source
+from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments
 
 # Rows of a column that are converted at a time, so that the caches of a core hold them.
@@ -44,6 +45,148 @@ _STEP_ROWS = 1 << 13
 _STEP_ROW_NBYTES = 64
 # Most gathers that run at the same time.
 _MAX_GATHERS = 8
+
+
+@dataclass(frozen=True)
+class MatrixColumns:
+    """Names of the columns of a table, in the order of the matrix, and how they are converted."""
+
+    names: tuple[Any, ...]
+    dtype: np.dtype[Any]
+    missing: Any
+    """Number of this dtype in place of missing values; None if there must be none."""
+    label: str
+    """Name of the table in errors."""
+
+    @classmethod
+    def of_dtypes(
+        cls, dtypes: dict[Any, np.dtype[Any] | None], dtype: Any, missing: Any, label: str
+    ) -> MatrixColumns:
+        """Return the rule for columns of some dtypes.
+
+        Args:
+            dtypes: Dtype of each column by name; None if all values of the column are missing.
+            dtype: Dtype of the matrix; None for the smallest one that holds all columns.
+            missing: Number in place of missing values, or None.
+            label: Name of the table in errors.
+
+        Raises:
+            ArgumentError: If ``missing`` is not a number of the dtype.
+            StoreError: If ``dtype`` is unknown, or does not hold the integers of a column.
+        """
+        known = [one for one in dtypes.values() if one is not None]
+        chosen = np.result_type(*known or [np.dtype(np.float64)])
+        if dtype is not None:
+            chosen = dtype_of(dtype, label)
+        for name, one in dtypes.items():
+            # As in numpy and pandas, numbers are rounded to the nearest float.
+            rounds = chosen.kind not in "iub"
+            if one is not None and not rounds and not np.can_cast(one, chosen):
+                raise StoreError(
+                    f"{label}: column {name!r} of {one} does not fit into dtype={chosen.name!r}; "
+                    "expected a dtype that holds every value; give a wider one, such as "
+                    '"float32" or "int64"'
+                )
+        return cls(tuple(dtypes), chosen, _fill_value(missing, chosen), label)
+
+    @functools.cached_property
+    def numbers(self) -> dict[Any, int]:
+        """Number of each column in the matrix, by name."""
+        return {name: number for number, name in enumerate(self.names)}
+
+    def copy(self, table: Any, names: Sequence[Any], out: Array) -> None:
+        """Copy some columns of a ``pyarrow.RecordBatch`` into the matrix of its rows.
+
+        Raises:
+            StoreError: If a column has missing values, and nothing takes their place.
+        """
+        matrix = out.reshape(len(out), len(self.names))
+        for name in names:
+            self._copy_column(table[name], name, matrix[:, self.numbers[name]])
+
+    def convert(self, values: Array, out: Array) -> None:
+        """Copy values into a column, converted to its dtype as by ``numpy.ndarray.astype``."""
+        # A number that is too large becomes infinite without a warning.
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[...] = values
+
+    def require_none_missing(self, name: Any, n_missing: int) -> None:
+        """Check that missing values have a number that takes their place.
+
+        Raises:
+            StoreError: If they do not.
+        """
+        if n_missing and self.missing is None:
+            raise StoreError(
+                f"{self.label}: column {name!r} has {n_missing:,} missing values (nulls); expected "
+                'none; give missing=, such as missing=float("nan") or missing=0, or leave the '
+                "column out"
+            )
+
+    def _copy_column(self, array: Any, name: Any, out: Array) -> None:
+        import pyarrow
+
+        n_missing: int = array.null_count
+        self.require_none_missing(name, n_missing)
+        if pyarrow.types.is_null(array.type):
+            out[...] = self.missing
+            return
+        self.convert(rows_of_chunk(without_nulls(array), self.label), out)
+        if n_missing:
+            out[~rows_of_chunk(validity(array), self.label)] = self.missing
+
+
+def checked_columns(columns: Any) -> list[Any]:
+    """Return the names of columns as a list.
+
+    Raises:
+        ArgumentError: If they are not a sequence of names, or there are none.
+        StoreError: If a name occurs twice.
+    """
+    try:
+        if isinstance(columns, (str, bytes)):
+            raise TypeError
+        names = list(columns)
+    except TypeError:
+        raise ArgumentError(
+            f"columns={columns!r}; expected the names of several columns, such as "
+            'columns=["age", "income"]'
+        ) from None
+    if not names:
+        raise ArgumentError("columns has no names; expected at least one")
+    check_names(names, "columns", "name each column once")
+    return names
+
+
+def _fill_value(missing: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+    """Return the number in place of missing values, in the dtype of the matrix.
+
+    Raises:
+        ArgumentError: If it is not a number, or if the dtype does not have it.
+    """
+    if missing is None:
+        return None
+    if not isinstance(missing, (Real, np.bool_)):
+        raise ArgumentError(
+            f"missing={missing!r}; expected a number in place of missing values, such as "
+            'float("nan") or 0, or None to refuse them'
+        )
+    try:
+        with np.errstate(over="ignore"):
+            value = dtype.type(missing)
+    except (OverflowError, ValueError):
+        value = None
+    if dtype.kind in "iub":
+        fits = value is not None and value == missing
+    else:
+        # A float is rounded to the dtype, but must not become infinite.
+        fits = bool(np.isfinite(value) == np.isfinite(float(missing)))
+    if not fits:
+        raise ArgumentError(
+            f"missing={missing!r} is not a number of {dtype}; expected one that it has; give "
+            'another dtype, such as dtype="float32", or another number'
+        )
+    return np.array(value, dtype)
 
 
 @dataclass(frozen=True)
@@ -138,11 +281,7 @@ class MatrixStore(FileStore):
         unpacked = sum(store.n_rows for store in stores if store and store.dtype == np.bool_)
         return unpacked + _MAX_GATHERS * _STEP_ROWS * _STEP_ROW_NBYTES
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        self.gather_unchecked(checked_gather(self, rows, out), out)
-
     def gather_unchecked(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``. The caller has checked all arguments."""
         self._require_open()
         for i in range(0, len(rows), _STEP_ROWS):
             part = rows[i : i + _STEP_ROWS]

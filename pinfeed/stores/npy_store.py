@@ -18,11 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import StoreError
-from pinfeed.stores.layouts import raw_layout, series_layout
+from pinfeed.stores.file_store import RowLayout
+from pinfeed.stores.layouts import (
+    create,
+    holds,
+    raw_layout,
+    read_header,
+    series_layout,
+    tensor_layout,
+)
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
-from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import Array, Store, shape_to_make
 from pinfeed.stores.window_store import WindowStore, axis_windows, leading_axes
 from pinfeed.tensors.dtypes import dtype_of
@@ -104,11 +110,7 @@ class NpyStore(LocalFileStore):
 
     @classmethod
     def _of_layouts(
-        cls,
-        layouts: Sequence[RowLayout],
-        mode: str,
-        keep_cache: bool | None,
-        memory_map: bool,
+        cls, layouts: Sequence[RowLayout], mode: str, keep_cache: bool | None, memory_map: bool
     ) -> Self:
         """Open files with known layouts."""
         store = cls.__new__(cls)
@@ -258,8 +260,6 @@ class NpyStore(LocalFileStore):
             StoreError: If a file is not a safetensors file, or has no such tensor, or if the tensor
                 has no rows or a dtype that torch does not have.
         """
-        from pinfeed.stores.layouts import tensor_layout
-
         layouts = [tensor_layout(p, name) for p in local_paths(path)]
         return cls._of_layouts(layouts, mode, keep_cache, memory_map)
 

@@ -10,22 +10,50 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import StoreError
+from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.memory.proc_maps import file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.arrow import ArrowStore, nulls_error
+from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.formats import FORMATS, ArrayFormat
-from pinfeed.stores.frames import frame_columns
+from pinfeed.stores.layouts import read_header
 from pinfeed.stores.libraries import check_names, is_of
-from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import Array, Store, is_store
 from pinfeed.stores.window_store import AxisWindow, WindowStore
+from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.tensors.pytree import Rebuild, flatten
-from pinfeed.validation.suggestions import is_array_like
+from pinfeed.validation.suggestions import install_line, is_array_like
+
+_LEAVE_OUT = "or leave the column out (df.drop)"
+_EXPECTED = "expected numbers or booleans"
+
+# Advice for types of columns that a tensor cannot have, by the name of the type without parameters.
+_PANDAS_ADVICE = {
+    "category": "give its numbers: df[name].cat.codes",
+    **dict.fromkeys(("str", "string"), "number the texts: pandas.factorize(df[name])[0]"),
+    **dict.fromkeys(
+        ("datetime64", "timedelta64", "period"), 'convert it: df[name].astype("int64")'
+    ),
+    "interval": "give its ends as two columns",
+    "Sparse": "make it dense: df[name].sparse.to_dense()",
+    "object": (
+        "give np.stack(df[name]) if each object is a row of numbers, or "
+        "pinfeed.RaggedStore(values, offsets) if the rows differ in length"
+    ),
+}
+_POLARS_ADVICE = {
+    **dict.fromkeys(("Categorical", "Enum"), "give its numbers: df[name].to_physical()"),
+    "String": "number the texts: df[name].cast(polars.Categorical).to_physical()",
+    **dict.fromkeys(("Date", "Datetime", "Duration", "Time"), "convert it: df[name].to_physical()"),
+    "Decimal": "convert it: df[name].cast(polars.Float64)",
+    "Struct": "give its fields as columns: df.unnest(name)",
+    "Object": "convert it to numbers",
+}
+
+FrameStore = ArrayStore | ArrowStore
 
 
 def open_store(source: Any, name: str) -> Store:
@@ -59,6 +87,9 @@ def _store_of_array(source: Any, name: str) -> Store | None:
 def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
     """Return a store for each column of a table, a dataset, a frame or a file with a table.
 
+    Columns of a frame share its memory if they are one numpy or Arrow array of numbers. Others may
+    be copied, so their rows cannot be written back. The index of a pandas frame is not a column.
+
     Args:
         source: One of these, or anything else.
         name: Name of the source in errors.
@@ -67,13 +98,16 @@ def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
         The stores by column name, or None if ``source`` has no columns.
 
     Raises:
-        StoreError: If pinfeed cannot read a column.
+        StoreError: If pinfeed cannot read a column, or a frame has no columns.
+        MissingDependency: If a column of lists or booleans needs pyarrow, which is not installed.
     """
     for one in FORMATS.values():
         if (columns := one.columns_of(source)) is not None:
             return columns
-    found = frame_columns(source, name)
-    return _arrow_columns(source, name) if found is None else found
+    if (series := frame_series(source, name)) is not None:
+        store = pandas_store if is_pandas(source) else polars_store
+        return {column: store(one, name) for column, one in series.items()}
+    return _arrow_columns(source, name)
 
 
 def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
@@ -293,3 +327,94 @@ def _is_file_of(array: np.memmap[Any, Any]) -> bool:
     mapping = mapping_at(array.ctypes.data)
     # The file may have been removed or replaced since it was mapped.
     return mapping is not None and mapping.file == file_key(os.fspath(array.filename or ""))
+
+
+def frame_series(source: Any, name: str) -> dict[Any, Any] | None:
+    """Return the columns of a pandas or polars DataFrame by name; None for anything else.
+
+    Raises:
+        StoreError: If the frame has no columns, or two columns have the same name.
+    """
+    if not is_pandas(source) and not is_of(source, "polars", "DataFrame"):
+        return None
+    names = list(source.columns)
+    if not names:
+        raise StoreError(f"{name}: the frame has no columns; expected at least one")
+    check_names(names, name, "rename them (df.columns = [...])")
+    return {column: source[column] for column in names}
+
+
+def is_pandas(source: Any) -> bool:
+    """Return whether an object is a pandas DataFrame, without importing the library."""
+    return is_of(source, "pandas", "DataFrame")
+
+
+def pandas_store(series: Any, name: str) -> FrameStore:
+    """Return a read-only store of a column of a pandas frame.
+
+    Raises:
+        StoreError: If pinfeed cannot read it.
+    """
+    name = f"{name}[{series.name!r}]"
+    kind = series.dtype
+    if isinstance(kind, np.dtype):
+        if kind.name in DTYPES:
+            return read_only(series.to_numpy(), name)
+    elif type(kind).__name__ == "ArrowDtype":
+        return ArrowStore(series.array.__arrow_array__(), name=name)
+    elif (numbers := numbers_of_masked(kind)) is not None:
+        if series.isna().any():
+            raise nulls_error(name)
+        return read_only(series.to_numpy(dtype=numbers), name)
+    raise _type_error(name, str(kind), _PANDAS_ADVICE)
+
+
+def numbers_of_masked(kind: Any) -> np.dtype[Any] | None:
+    """Return the dtype of the numbers of a nullable pandas dtype, such as Int64; else None."""
+    is_masked = any(base.__name__ == "BaseMaskedDtype" for base in type(kind).__mro__)
+    return kind.numpy_dtype if is_masked else None
+
+
+def polars_store(series: Any, name: str) -> FrameStore:
+    """Return a read-only store of a column of a polars frame.
+
+    Raises:
+        StoreError: If pinfeed cannot read it.
+        MissingDependency: If it needs pyarrow, which is not installed.
+    """
+    name = f"{name}[{series.name!r}]"
+    kind = str(series.dtype)
+    if kind.partition("(")[0] in _POLARS_ADVICE:
+        raise _type_error(name, kind, _POLARS_ADVICE)
+    if series.null_count():
+        raise nulls_error(name)
+    if series.dtype.is_numeric() and series.n_chunks() == 1:
+        return read_only(series.to_numpy(), name)
+    return ArrowStore(polars_to_arrow(series, name), name=name)
+
+
+def polars_to_arrow(series: Any, name: str) -> Any:
+    """Return a column of a polars frame as a ``pyarrow.Array``.
+
+    Raises:
+        MissingDependency: If pyarrow is not installed.
+    """
+    try:
+        return series.to_arrow()
+    except ImportError:
+        raise MissingDependency(
+            f"{name}: pyarrow is needed for a column of {series.dtype}; {install_line('pyarrow')}"
+        ) from None
+
+
+def read_only(array: Array, name: str) -> ArrayStore:
+    """Return a store of an array that refuses to write."""
+    view = array.view()
+    view.flags.writeable = False
+    return ArrayStore(view, name=name)
+
+
+def _type_error(name: str, kind: str, advice: dict[str, str]) -> StoreError:
+    found = next((hint for start, hint in advice.items() if kind.startswith(start)), "")
+    todo = f"{found}, " if found else ""
+    return StoreError(f"{name}: a column of {kind}; {_EXPECTED}; {todo}{_LEAVE_OUT}")

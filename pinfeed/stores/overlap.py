@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def share_rows(one: Store, other: Store) -> bool:
     if _files(one).isdisjoint(_files(other)):
         return False
     pairs = itertools.product(_in_files(one), _in_files(other))
-    return any(a.file == b.file and _share_memory(a.array, b.array) for a, b in pairs)
+    return any(a[0] == b[0] and _share_memory(a[1], b[1]) for a, b in pairs)
 
 
 def _share_memory(one: Array, other: Array) -> bool:
@@ -68,27 +69,22 @@ def _mappings_of(store: Store) -> list[FileMapping | None]:
     return [mapping_at(array.ctypes.data) for array in _arrays(store)]
 
 
-class _FileArray:
-    """An array whose address is its offset in a file, which makes positions in files comparable.
+def _in_files(store: Store) -> list[tuple[FileKey, Array]]:
+    """Return the arrays of a store that are mapped from files, each with its file.
 
-    Its values are never read.
+    The address of such an array is its offset in the file, which makes positions in files
+    comparable. Its values are never read.
     """
-
-    def __init__(self, array: Array, mapping: FileMapping) -> None:
-        self.file = mapping.file
-        self.__array_interface__ = {
-            "shape": array.shape,
-            "typestr": f"|V{array.itemsize}",
-            "strides": array.strides,
-            "data": (_FILE_BASE + mapping.offset, True),
-            "version": 3,
-        }
-
-    @property
-    def array(self) -> Array:
-        return np.asarray(self)
-
-
-def _in_files(store: Store) -> list[_FileArray]:
-    pairs = zip(_arrays(store), _mappings_of(store), strict=True)
-    return [_FileArray(array, mapping) for array, mapping in pairs if mapping is not None]
+    found = []
+    for array, mapping in zip(_arrays(store), _mappings_of(store), strict=True):
+        if mapping is not None:
+            interface = {
+                "shape": array.shape,
+                "typestr": f"|V{array.itemsize}",
+                "strides": array.strides,
+                "data": (_FILE_BASE + mapping.offset, True),
+                "version": 3,
+            }
+            placed = np.asarray(SimpleNamespace(__array_interface__=interface))
+            found.append((mapping.file, placed))
+    return found

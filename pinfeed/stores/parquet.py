@@ -15,11 +15,16 @@ import numpy as np
 from pinfeed.errors import ArgumentError, ReadError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.chunked import DECODED_BYTES, ChunkedStore, ChunkLayout, even_bounds
-from pinfeed.stores.columns import checked_columns
 from pinfeed.stores.formats import FileFormat, Part, register
-from pinfeed.stores.libraries import check_names
-from pinfeed.stores.parquet_columns import OneColumn, ParquetMatrix
-from pinfeed.stores.parquet_shards import ParquetShard, open_shards, pyarrow_errors
+from pinfeed.stores.libraries import and_more, check_names
+from pinfeed.stores.matrix import checked_columns
+from pinfeed.stores.parquet_files import (
+    OneColumn,
+    ParquetMatrix,
+    ParquetShard,
+    open_shards,
+    pyarrow_errors,
+)
 from pinfeed.stores.paths import Path, has_protocol
 from pinfeed.stores.store import Array
 from pinfeed.tensors.argument_types import DTypeLike
@@ -99,7 +104,7 @@ class ParquetStore(ChunkedStore):
             raise ArgumentError(f"column={column!r}; expected the name of a column")
         names = checked_columns([column] if columns is None else columns)
         shards = open_shards(path)
-        with pyarrow_errors(f"{_place(shards)}, column {names[0]!r}"):
+        with pyarrow_errors(f"{and_more(shards[0].path, len(shards))}, column {names[0]!r}"):
             is_key = not any(names[0] in shard.schema.names for shard in shards)
             if column is not None and dtype is None and missing is None and not is_key:
                 self._open(shards, OneColumn.of(shards, column))
@@ -130,7 +135,7 @@ class ParquetStore(ChunkedStore):
         stores = {}
         for name in names:
             store = cls.__new__(cls)
-            with pyarrow_errors(f"{_place(shards)}, column {name!r}"):
+            with pyarrow_errors(f"{and_more(shards[0].path, len(shards))}, column {name!r}"):
                 store._open(shards, OneColumn.of(shards, name))
             stores[name] = store
         return stores
@@ -365,9 +370,3 @@ class _Cursor:
     def close(self) -> None:
         """Close the file."""
         self._batches.close()
-
-
-def _place(shards: Sequence[ParquetShard]) -> str:
-    """Return the files, for an error of pyarrow."""
-    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-    return f"{shards[0].path}{more}"

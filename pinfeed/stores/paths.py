@@ -9,6 +9,7 @@ import stat
 from collections.abc import Sequence
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
+from pinfeed.validation.suggestions import of_folder
 
 Path = str | os.PathLike[str]
 
@@ -95,27 +96,33 @@ def require_regular(path: str, file: int | None = None) -> os.stat_result:
     return status
 
 
-def file_size(path: str, pattern: str = "*") -> int:
+def file_size(path: str, suffix: str = "") -> int:
     """Return the size of a file, in bytes.
 
     Args:
         path: The file.
-        pattern: Pattern of the names of such files, for an error.
+        suffix: Suffix of the names of such files, for errors; empty if they may have any.
 
     Raises:
         FileMissing: If there is no such file.
         StoreError: If the path is a directory, a pipe, a socket or a device.
     """
+    kind = f"{suffix} file" if suffix else "file"
     try:
-        require_regular(path)
+        status = require_regular(path)
     except FileNotFoundError:
-        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})") from None
-    if os.path.isdir(path):
+        expected = f"; expected a {kind}" if suffix else ""
+        raise FileMissing(
+            f"{path}: no such file (looked in {os.getcwd()}){expected}{pattern_hint(path)}"
+        ) from None
+    if stat.S_ISDIR(status.st_mode):
+        found = of_folder(path)
+        looks = f" (it looks like {found})" if found else ""
+        pattern = os.path.join(path, f"*{suffix}")
         raise StoreError(
-            f"{path} is a directory; expected a file, or a pattern such as "
-            f"{os.path.join(path, pattern)}"
+            f"{path} is a directory{looks}; expected a {kind}, or a pattern such as {pattern}"
         )
-    return os.path.getsize(path)
+    return status.st_size
 
 
 def file_version(path: str) -> tuple[int, ...]:

@@ -158,11 +158,7 @@ class RaggedStore(ClosedOnExit):
 
     @classmethod
     def from_arrow(
-        cls,
-        column: Any,
-        *,
-        layout: Layout = "offsets",
-        padding: complex | Mapping[Any, Any] = 0,
+        cls, column: Any, *, layout: Layout = "offsets", padding: complex | Mapping[Any, Any] = 0
     ) -> RaggedStore:
         """Return the lists of an Arrow column as ragged rows; the items are not copied.
 

@@ -14,35 +14,30 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import (
-    ArgumentError,
-    FileMissing,
-    MissingDependency,
-    StoreError,
-    described,
-)
+from pinfeed.errors import ArgumentError, FileMissing, MissingDependency, StoreError, described
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.byte_ranges import (
     GROUP_BYTES,
     RANGE_BYTES,
     ByteRange,
     RemoteFile,
+    answers_of,
     fetch,
     groups_of,
     ranges_of,
+    require_connected,
+    result_or_error,
     version_of,
 )
+from pinfeed.stores.file_store import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.formats import FileFormat, register
+from pinfeed.stores.layouts import header_of
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.npy_header import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
-from pinfeed.stores.retries import answers_of, require_connected, result_or_error
-from pinfeed.stores.sharded_file import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.suggestions import install_line
 
 # Rows that are sorted into the order of the file at a time.
 _MAX_SORTED_ROWS = 1 << 16
@@ -287,7 +282,7 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
             f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib "
             "removes a slash); for local files, use NpyStore"
         )
-    fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('fsspec')}")
+    fsspec = imported("fsspec.core", url)
     try:
         return RemoteFile(url, *fsspec.url_to_fs(url, **options))
     except TypeError as error:

@@ -16,7 +16,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import RunGather, run_gather
-from pinfeed.stores.store import Array, checked_gather
+from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import whole_number
 
 # Arrays whose windows are rows in memory: each call of a compiled function describes all of them.
@@ -263,8 +263,7 @@ class WindowStore(FileStore):
         columns = self._firsts, self.counts[:, 0], self._distances[:, 0]
         return items.windows(self.run_length, np.stack(columns, 1)[arrays].tolist())
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        rows = checked_gather(self, rows, out)
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
         self._require_open()
         self.gather_items(run_gather(self.items), rows, out)
 

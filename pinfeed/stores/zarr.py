@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, FileMissing, StoreError
+from pinfeed.errors import FileMissing, StoreError
 from pinfeed.stores.chunked import ChunkLayout
-from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.formats import ArrayFormat, register
 from pinfeed.stores.libraries import (
     imported,
@@ -24,11 +23,10 @@ from pinfeed.stores.libraries import (
     require_plain_numbers,
 )
 from pinfeed.stores.paths import file_version, has_protocol
+from pinfeed.stores.raw_chunks import Box, ZarrChunks
 from pinfeed.stores.store import Array
-from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.validation.arguments import check_flag
-from pinfeed.validation.suggestions import install_line
+from pinfeed.validation.arguments import explain_arguments
 
 # Larger shards are decoded in pieces of about this size: by zarr, and without it.
 _SHARD_BYTES = 1 << 20
@@ -72,88 +70,99 @@ class ZarrStore(ChunkedArray):
         ...     n_batches = len(list(feeder))
     """
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedArray._PROCESS_STATE, "_opening")
-
+    @explain_arguments({})
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
-        check_flag(as_stored, "as_stored")
-        zarr = _imported("zarr")
-        _imported("zarr.buffer")
-        self._path: str | None = None
-        self._name = name
-        if isinstance(source, (str, os.PathLike)):
-            path = os.fspath(source)
-            self._path = path if has_protocol(path) else os.path.abspath(path)
-            array = _open(self._path, name)
-        elif isinstance(source, zarr.Array):
-            if name is not None:
-                raise ArgumentError(f"name={name!r} with an array; leave name out")
-            array = source
-        else:
-            raise ArgumentError(
-                f"ZarrStore: got {type(source).__name__}; expected a path or a zarr.Array"
+        _zarr()
+        super().__init__(source, name, as_stored=as_stored, kind=("zarr", "Array"))
+
+    def _open(self) -> Any:
+        import zarr
+
+        if not has_protocol(self._path) and not os.path.exists(self._path):
+            raise FileMissing(f"{self._path}: no such Zarr array (looked in {os.getcwd()})")
+        place = self._path if self._name is None else f"{self._path}, {self._name!r}"
+        with _zarr_errors(place):
+            found = zarr.open(self._path, mode="r", path=self._name)
+            names = sorted(found.array_keys()) if isinstance(found, zarr.Group) else []
+            if names and (values := nullable_values(found)) is not None:
+                return values
+        if isinstance(found, zarr.Group):
+            raise StoreError(
+                f"{self._path} is a Zarr group; expected one of its arrays: {listed(names)}; give "
+                "ZarrStore(path, name)"
             )
-        with _zarr_errors(self._path or "ZarrStore"):
-            self._chunks = ZarrChunks.of(array)
-            layout = _layout(array, self._path, self._chunks)
-            if not as_stored:
-                _require_plain_numbers(array, layout.label)
-        if self._chunks is None:
+        return found
+
+    def _errors(self, place: str) -> AbstractContextManager[None]:
+        return _zarr_errors(place)
+
+    def _describe(self, array: Any) -> ChunkLayout:
+        self._raw = ZarrChunks.of(array)
+        if self._raw is None:
             self._run_bytes = _CALL_BYTES
             # All calls of zarr share one event loop.
             self._max_decodes = 2
         self._metadata_path = _metadata_path(array)
         self.array_shape = array.shape
         self.array_chunks = array.chunks
-        super().__init__(layout, array if self._path is None else None)
-        self._opened = array
+        label = array.path or os.path.basename(self._path) or "a Zarr array"
+        if self._path and array.path:
+            label = f"{os.path.basename(self._path)}/{array.path}"
+        dtype = np.dtype(array.dtype)
+        check_dtype(dtype, label)
+        chunk_rows = (array.shards or array.chunks or (1,))[0]
+        row_nbytes = max(1, dtype.itemsize * math.prod(array.shape[1:]))
+        most = _SHARD_BYTES if self._raw is None else _RAW_SHARD_BYTES
+        if array.shards and chunk_rows * row_nbytes > most:
+            inner: int = array.chunks[0]
+            chunk_rows = inner * max(1, most // (inner * row_nbytes))
+        paths = (self._path,) if self._path else ()
+        return ChunkLayout.even(label, dtype, array.shape, chunk_rows, paths)
+
+    def _require_plain_numbers(self, array: Any) -> None:
+        attributes = dict(array.attrs)
+        fill_value = array.metadata.fill_value
+        is_format_2 = array.metadata.zarr_format == 2
+        # In format 2, xarray writes the attribute _FillValue as the fill value.
+        if is_format_2 and fill_value is not None and "_ARRAY_DIMENSIONS" in attributes:
+            attributes["_FillValue"] = fill_value
+        n_missing = 0 if fill_value is not None else array.nchunks - array.nchunks_initialized
+        require_plain_numbers(
+            attributes,
+            np.dtype(array.dtype),
+            self.label,
+            column=_group_of_column(array),
+            missing=f"{n_missing:,} chunks that were never written" if n_missing else "",
+        )
 
     @property
     def piece_rows(self) -> int:
         # The chunks of a shard.
         return min(self.chunk_rows, (self.array_chunks or (1,))[0])
 
-    @property
-    def _step_nbytes(self) -> int:
-        if self._chunks is None:
-            return max(self.chunk_nbytes, min(_CALL_BYTES, self.nbytes))
-        return self._chunks.grid.chunk_nbytes
-
     def close(self) -> None:
         """Free the chunks, and close the array if the store opened it."""
         super().close()
-        with self._opening:
-            self._release_source()
-        if self._chunks is not None:
-            self._chunks.close()
-
-    def _init_process_state(self) -> None:
-        super()._init_process_state()
-        # Without a lock, two threads could open the path, and one could close the other's array.
-        self._opening = threading.Lock()
+        if self._raw is not None:
+            self._raw.close()
 
     def read_box(self, box: Box, out: Array) -> None:
-        from zarr.buffer.cpu import NDBuffer
-
-        with self._opening:
-            array = self._source()
-            # If the array was replaced, it may have other codecs when it is opened again.
-            chunks = self._chunks
-        if chunks is not None and chunks.read(box, out):
-            pass
-        elif array.dtype == self.dtype:
-            array.get_basic_selection(box, out=NDBuffer.from_numpy_array(out))
-        else:
-            # The array has the other byte order.
-            out[...] = array[box]
+        super().read_box(box, out)
         # Without its files, an array has the fill value everywhere.
         if self._metadata_path is not None:
             file_version(self._metadata_path)
 
-    def _open_path(self) -> tuple[Any, ChunkLayout]:
-        assert self._path is not None
-        array = _open(self._path, self._name)
-        self._chunks = ZarrChunks.of(array)
-        return array, _layout(array, self._path, self._chunks)
+    def _read_raw(self, raw: ZarrChunks, box: Box, out: Array) -> bool:
+        return raw.read(box, out)
+
+    def _read_box(self, array: Any, box: Box, out: Array) -> None:
+        from zarr.buffer.cpu import NDBuffer
+
+        if array.dtype == self.dtype:
+            array.get_basic_selection(box, out=NDBuffer.from_numpy_array(out))
+        else:
+            # The array has the other byte order.
+            out[...] = array[box]
 
     def _close_source(self, source: Any) -> None:
         source.store.close()
@@ -176,7 +185,7 @@ class ZarrFormat(ArrayFormat):
 
     @contextlib.contextmanager
     def open_group(self, source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
-        zarr = _imported("zarr")
+        zarr = _zarr()
         path = ""
         if isinstance(source, (str, os.PathLike)):
             path = os.fspath(source)
@@ -193,28 +202,10 @@ class ZarrFormat(ArrayFormat):
         return super().is_folder(path, names) or path.endswith(self.suffixes)
 
 
-def _imported(name: str) -> Any:
-    return imported(name, f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}")
-
-
-def _open(path: str, name: str | None) -> Any:
-    """Open the array of a path, or of a name in the group of a path."""
-    import zarr
-
-    if not has_protocol(path) and not os.path.exists(path):
-        raise FileMissing(f"{path}: no such Zarr array (looked in {os.getcwd()})")
-    place = path if name is None else f"{path}, {name!r}"
-    with _zarr_errors(place):
-        found = zarr.open(path, mode="r", path=name)
-        names = sorted(found.array_keys()) if isinstance(found, zarr.Group) else []
-        if names and (values := nullable_values(found)) is not None:
-            return values
-    if isinstance(found, zarr.Group):
-        raise StoreError(
-            f"{path} is a Zarr group; expected one of its arrays: {listed(names)}; give "
-            "ZarrStore(path, name)"
-        )
-    return found
+def _zarr() -> Any:
+    """Return the library, whose older releases lack a module."""
+    imported("zarr.buffer", "ZarrStore", " 3.1 or later")
+    return imported("zarr", "ZarrStore")
 
 
 def _zarr_errors(place: str) -> AbstractContextManager[None]:
@@ -233,28 +224,6 @@ def _metadata_path(array: Any) -> str | None:
     return os.path.join(os.path.abspath(array.store.root), array.path, name)
 
 
-def _require_plain_numbers(array: Any, label: str) -> None:
-    """Check that the numbers of an array mean what they say, and that all of them exist.
-
-    Raises:
-        StoreError: If an attribute or a mask changes what they mean, or chunks are missing.
-    """
-    attributes = dict(array.attrs)
-    fill_value = array.metadata.fill_value
-    is_format_2 = array.metadata.zarr_format == 2
-    # In format 2, xarray writes the attribute _FillValue as the fill value.
-    if is_format_2 and fill_value is not None and "_ARRAY_DIMENSIONS" in attributes:
-        attributes["_FillValue"] = fill_value
-    n_missing = 0 if fill_value is not None else array.nchunks - array.nchunks_initialized
-    require_plain_numbers(
-        attributes,
-        np.dtype(array.dtype),
-        label,
-        column=_group_of_column(array),
-        missing=f"{n_missing:,} chunks that were never written" if n_missing else "",
-    )
-
-
 def _group_of_column(array: Any) -> Any:
     """Return the group of an array with the name of the numbers of a nullable column; else None."""
     import zarr
@@ -268,28 +237,3 @@ def _group_of_column(array: Any) -> Any:
             return zarr.open_group(array.store, mode="r", path=folder)
         return zarr.open_group(folder, mode="r")
     return None
-
-
-def _layout(array: Any, path: str | None, chunks: ZarrChunks | None) -> ChunkLayout:
-    """Return the rows and chunks of an array.
-
-    Args:
-        array: The array.
-        path: Path of the array or its group, if the store opened it.
-        chunks: Reads chunks of the array without zarr.
-
-    Raises:
-        StoreError: If pinfeed cannot read its rows.
-    """
-    label = array.path or os.path.basename(path or "") or "a Zarr array"
-    if path is not None and array.path:
-        label = f"{os.path.basename(path)}/{array.path}"
-    dtype = np.dtype(array.dtype)
-    check_dtype(dtype, label)
-    chunk_rows = (array.shards or array.chunks or (1,))[0]
-    row_nbytes = max(1, dtype.itemsize * math.prod(array.shape[1:]))
-    most = _SHARD_BYTES if chunks is None else _RAW_SHARD_BYTES
-    if array.shards and chunk_rows * row_nbytes > most:
-        inner: int = array.chunks[0]
-        chunk_rows = inner * max(1, most // (inner * row_nbytes))
-    return ChunkLayout.even(label, dtype, array.shape, chunk_rows, () if path is None else (path,))

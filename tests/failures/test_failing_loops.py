@@ -32,6 +32,7 @@ from pinfeed import (
 )
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.memory.host import resident_bytes
+from pinfeed.rows.runs import Runs
 from pinfeed.testing import SimDevice
 
 N, SIZE = 200, 10
@@ -348,9 +349,9 @@ class Moody(NpyStore):
     rate = 0.0
     rng = random.Random(0)
 
-    def gather_at(self, rows: np.ndarray, out: np.ndarray, positions: np.ndarray) -> None:
+    def gather_runs(self, runs: Runs, out: np.ndarray) -> None:
         self.fail()
-        super().gather_at(rows, out, positions)
+        super().gather_runs(runs, out)
 
     def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
         self.fail()

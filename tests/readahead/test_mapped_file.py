@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stores import gather_at
 from support.unwrapped import unwrapped
 
 from benchmarks.conditions import drop
@@ -21,7 +22,7 @@ from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads
-from pinfeed.stores import mapped_store
+from pinfeed.stores import page_cache
 
 N, WIDTH = 1000, 32
 
@@ -78,7 +79,7 @@ def test_rows_of_maps_are_the_rows_of_the_files(
             np.testing.assert_array_equal(out, whole[wanted])
         places = np.random.default_rng(0).permutation(len(numbers) + 3)[: len(numbers)]
         out = np.zeros((len(numbers) + 3, *row_shape), whole.dtype)
-        mapped.gather_at(numbers, out, places)
+        gather_at(mapped, numbers, out, places)
         np.testing.assert_array_equal(out[places], whole[numbers])
         mapped.close()
 
@@ -88,7 +89,7 @@ def test_rows_are_scattered(path: Path, array: np.ndarray) -> None:
     out = np.empty_like(array)
     with NpyStore(path) as store:
         mapped = store.map_rows()
-        mapped.gather_at(np.arange(N), out, numbers)
+        gather_at(mapped, np.arange(N), out, numbers)
         np.testing.assert_array_equal(out[numbers], array)
         mapped.close()
 
@@ -114,7 +115,7 @@ def test_chunks_are_loaded_from_the_first_that_is_needed(
 ) -> None:
     """The page cache may hold the first chunk of a batch, and not the next one."""
     monkeypatch.setattr(resident_file, "CHUNK_BYTES", 100 * WIDTH * 4)
-    monkeypatch.setattr(mapped_store.FileMap, "is_cached", lambda _, first, n_rows: first == cached)
+    monkeypatch.setattr(page_cache.FileMap, "is_cached", lambda _, first, n_rows: first == cached)
     loaded: list[int] = []
 
     class Noted(MappedFile):
@@ -159,7 +160,7 @@ def test_a_file_that_shrinks_between_batches_is_an_error(
 def test_a_file_that_shrinks_before_it_is_loaded_is_an_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_store.FileMap, "is_cached", lambda *_: False)
+    monkeypatch.setattr(page_cache.FileMap, "is_cached", lambda *_: False)
     for order in (rows.sequential(), rows.shuffled(0), rows.block_shuffled(0, block_rows=500)):
         with Feeder(path, batch_size=10, rows=order) as feeder:
             size = path.stat().st_size
@@ -196,12 +197,12 @@ def test_rows_that_are_written_back_are_read_from_the_map(path: Path, array: np.
     np.testing.assert_array_equal(np.load(path), array + 3)
 
 
-@pytest.mark.parametrize("advice", [mapped_store.POPULATE_READ, 9999])
+@pytest.mark.parametrize("advice", [page_cache.POPULATE_READ, 9999])
 def test_a_map_is_populated_by_any_kernel(
     path: Path, advice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the kernel does not know the advice, a byte of each page is read."""
-    monkeypatch.setattr(mapped_store, "POPULATE_READ", advice)
+    monkeypatch.setattr(page_cache, "POPULATE_READ", advice)
     drop([path])
     with NpyStore(path) as store:
         mapped = store.map_rows()
@@ -216,7 +217,7 @@ def test_a_map_is_populated_by_any_kernel(
 def test_a_kernel_that_does_not_report_cached_pages(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_store, "can_tell", lambda fd: False)
+    monkeypatch.setattr(page_cache, "can_tell", lambda fd: False)
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         for epoch in range(3):
             numbers = rows.shuffled(0).bind(N, epoch)(np.arange(N))
@@ -262,8 +263,8 @@ def test_files_that_must_not_be_mapped(path: Path, monkeypatch: pytest.MonkeyPat
             assert strategy_of(other, rows.shuffled(0)) is InMemoryCopy
             assert strategy_of(other, rows.sequential()) is DirectReads
         assert strategy_of(private, rows.shuffled(0), KiB(100)) is PageCacheReadahead
-        monkeypatch.setattr(mapped_store, "_LOCAL", frozenset())
-        monkeypatch.setattr(mapped_store, "_TMPFS", 0)
+        monkeypatch.setattr(page_cache, "_LOCAL", frozenset())
+        monkeypatch.setattr(page_cache, "_TMPFS", 0)
         assert strategy_of(store) is InMemoryCopy, "a file system that may be on a network"
 
 

@@ -29,6 +29,7 @@ from pinfeed.readahead.strategy import DirectReads, ReadStrategy
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, known
+from pinfeed.rows.runs import Runs
 from pinfeed.stores import page_cache as disk_page_cache
 from pinfeed.stores.host_rows import StoreRows
 
@@ -166,16 +167,12 @@ class Slow(NpyStore):
         self.may_read = threading.Event()
         self.read_directly = 0
 
-    def gather(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        self.may_read.wait()
-        super().gather(numbers, out)
-
-    def gather_at(self, numbers: np.ndarray, out: np.ndarray, positions: np.ndarray) -> None:
+    def gather_runs(self, runs: Runs, out: np.ndarray) -> None:
         if threading.current_thread().name.startswith("pinfeed"):
-            super().gather_at(numbers, out, positions)
-            return
-        self.read_directly += len(numbers)
-        super().gather_at(numbers, out, positions)
+            self.may_read.wait()
+        else:
+            self.read_directly += runs.n_rows
+        super().gather_runs(runs, out)
 
 
 def test_the_last_batches_keep_their_window_at_the_datas_end(
@@ -233,7 +230,7 @@ def test_an_error_of_a_read_is_raised_with_the_batch_it_is_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(NpyStore):
-        def gather_at(self, numbers: np.ndarray, out: np.ndarray, positions: np.ndarray) -> None:
+        def gather_runs(self, runs: Runs, out: np.ndarray) -> None:
             raise errors.ReadError("a bad sector")
 
     for order in (rows.shuffled(0), rows.block_shuffled(0, block_rows=BLOCK)):

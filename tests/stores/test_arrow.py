@@ -340,4 +340,4 @@ def test_pyarrow_is_loaded_by_whoever_has_a_table() -> None:
         "except pinfeed.errors.MissingDependency as error: print(error)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "column: pyarrow is needed; pip install pyarrow\n"
+    assert found.stdout == 'column: pyarrow is needed; pip install "pyarrow>=15"\n'

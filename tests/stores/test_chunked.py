@@ -1,7 +1,6 @@
 """ChunkedStore: how often chunks are decoded, by gathers, by threads and by read strategies."""
 
 import os
-import pickle
 import queue
 import threading
 from collections import Counter
@@ -40,7 +39,7 @@ class Decoding(ChunkedStore):
         self.calls = 0
         self.failures = 0
         self.wait = lambda: None
-        super().__init__(ChunkLayout("x", array.dtype, array.shape[1:], np.asarray(bounds)), array)
+        super().__init__(ChunkLayout("x", array.dtype, array.shape[1:], np.asarray(bounds)))
 
     def _read_chunks(self, start: int, stop: int, out: np.ndarray) -> None:
         assert {start, stop} <= set(self.bounds.tolist())
@@ -196,11 +195,6 @@ def test_a_store_closed_while_a_chunk_is_decoded_keeps_none() -> None:
     with pytest.raises(errors.ClosedError):
         gathered(store, [1])
     assert not store._kept._chunks
-
-
-def test_an_object_of_this_process_is_not_pickled() -> None:
-    with pytest.raises(TypeError, match="give Decoding the path"):
-        pickle.dumps(small())
 
 
 def test_a_chunked_store_is_read_only() -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pinfeed import Feeder, ParquetStore, errors
-from pinfeed.stores import parquet_columns
+from pinfeed.stores import parquet_files
 from pinfeed.stores.arrow import rows_of_chunk, values_of
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
@@ -180,7 +180,7 @@ def test_files_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_row_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyarrow takes several times the memory of what it decodes at once."""
-    monkeypatch.setattr(parquet_columns, "_PIECE_BYTES", 7 * 24)
+    monkeypatch.setattr(parquet_files, "_PIECE_BYTES", 7 * 24)
     lengths: list[int] = []
 
     def rows_of_piece(piece: Any, name: str) -> Any:
@@ -188,7 +188,7 @@ def test_a_row_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
         return rows_of_chunk(piece, name)
 
     store = ParquetStore(written(tmp_path / "x.parquet", 90, x=column(X)), "x")
-    monkeypatch.setattr(parquet_columns, "rows_of_chunk", rows_of_piece)
+    monkeypatch.setattr(parquet_files, "rows_of_chunk", rows_of_piece)
     np.testing.assert_array_equal(gathered(store, np.arange(200)), X)
     assert lengths == [7] * 12 + [6] + [7] * 12 + [6] + [7] * 2 + [6]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import pinfeed
 from pinfeed import Feeder, ParquetStore, errors
-from pinfeed.stores import chunked, parquet, parquet_columns
+from pinfeed.stores import chunked, parquet, parquet_files
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -97,8 +97,8 @@ def test_any_rows_of_any_files(
     with monkeypatch.context() as patch:
         patch.setattr(parquet, "_CHUNK_BYTES", data.draw(st.sampled_from([40, 200, 1 << 20])))
         patch.setattr(parquet, "DECODED_BYTES", data.draw(st.sampled_from([1, 1 << 18, 1 << 24])))
-        patch.setattr(parquet_columns, "_MATRIX_PIECE_BYTES", 1)
-        patch.setattr(parquet_columns, "_LEAST_PIECE_ROWS", data.draw(st.integers(1, 50)))
+        patch.setattr(parquet_files, "_MATRIX_PIECE_BYTES", 1)
+        patch.setattr(parquet_files, "_LEAST_PIECE_ROWS", data.draw(st.integers(1, 50)))
         decoder = data.draw(st.sampled_from([1, 1000]))
         patch.setattr(parquet.ParquetShard, "decoder_nbytes", lambda *_: decoder)
         parts = [table(n, nulls=True, seed=n) for n in counts]

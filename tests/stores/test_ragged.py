@@ -151,6 +151,7 @@ def test_runs_of_any_kind(given_runs: list[tuple[int, int, int]]) -> None:
         want[place : place + length] = source[start : start + length]
     for short, piece in ((0, 4), (1000, 4), (1000, 1000)):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(array, "_SLICED_RUNS", 0)
             patch.setattr(array, "_SHORT_RUN", short)
             patch.setattr(array, "_SHORT_RUN_WITH_GAPS", short)
             patch.setattr(array, "_PIECE_ROWS", piece)

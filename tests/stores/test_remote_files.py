@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.remote_files import PROTOCOLS, Crowd, Shaky, fresh_file_systems, npy, put, urls_of
-from support.stores import gathered
+from support.stores import gather_at, gathered
 
 from pinfeed import Feeder, RemoteStore, errors, rows
 from pinfeed.readahead import buffers
@@ -100,7 +100,7 @@ def test_any_rows_of_any_remote_shards(
         expected = out.copy()
         expected[positions] = array[wanted]
         Shaky.requests.clear()
-        store.gather_at(wanted, out, positions)
+        gather_at(store, wanted, out, positions)
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
         assert all(

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stores import gathered, mapped_windows, saved
+from support.stores import gather_at, gathered, mapped_windows, saved
 from support.unwrapped import unwrapped
 
 import pinfeed
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.native.library import library
 from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
-from pinfeed.readahead.item_reads import AxisWindowReads
-from pinfeed.readahead.read_plan import plan_reads
+from pinfeed.readahead.read_plan import AxisWindowReads, plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads
@@ -97,7 +96,7 @@ def test_windows_are_those_of_the_joined_files(
             for wanted in (numbers, np.arange(len(whole)), np.sort(numbers)):
                 np.testing.assert_array_equal(gathered(source, wanted), whole[wanted])
             out = np.zeros((len(numbers) + 3, *store.row_shape), native)
-            source.gather_at(numbers, out, places)
+            gather_at(source, numbers, out, places)
             np.testing.assert_array_equal(out[places], whole[numbers])
             assert not np.delete(out, places, axis=0).any()
         mapped.close()
@@ -155,7 +154,7 @@ def test_rows_do_not_depend_on_the_compiled_part(
     paths: list[Path], tokens: np.ndarray, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr("pinfeed.stores.mapped_store.library", lambda: None)
+        monkeypatch.setattr("pinfeed.stores.page_cache.library", lambda: None)
     elif library() is None:
         pytest.skip("pinfeed was installed without a C compiler")
     expected = windows_of(tokens, 65, 2, 0, 65)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pinfeed.stores import frame_ring
-from pinfeed.stores.frame_ring import FrameRing
 from pinfeed.stores.ring_layout import RingLayout
-from pinfeed.stores.transition_ring import Draw, TransitionRing
+from pinfeed.stores.transition_ring import Draw, FrameRing, TransitionRing
 
 
 def ring_of(n_steps: int) -> TransitionRing:
@@ -80,22 +79,35 @@ def test_numbers_of_transitions_are_never_used_again() -> None:
     assert not ring.is_kept(np.array([6, 11, -1])).any()
 
 
+class Watched(np.ndarray):
+    """Array that calls a function before it is written."""
+
+    before_write: Callable[[], object] = staticmethod(lambda: None)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        type(self).before_write()
+        super().__setitem__(key, value)
+
+
 def test_frames_are_gathered_while_the_array_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that gathers has no lock, so it must not see an array without its frames."""
-    ring = FrameRing("x", (4, 1, 1), (3,), np.dtype(np.int64), lambda name, *of: np.zeros(*of))
-    words = frame_ring._words
+
+    def make_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return np.zeros(shape, dtype).view(Watched)
+
+    ring = FrameRing("x", (4, 1, 1), (3,), np.dtype(np.int64), make_array)
     seen: list[list[int]] = []
 
-    def gathered(array: Any, word: Any) -> Any:
+    def gather() -> None:
         out = np.empty((2, 3), np.int64)
         ring.gather(0, np.arange(2), out)
         seen.append(out[:, 0].tolist())
-        return words(array, word)
 
     # Every step has two frames that no other one has.
     for k in range(4):
         ring.add(k, k - 1 if k else None, *np.full((2, 1, 1, 3), [[[[k + 1]]], [[[-k - 1]]]]))
-    monkeypatch.setattr(frame_ring, "_words", gathered)
+    monkeypatch.setattr(ring, "_n_copied", 1)
+    monkeypatch.setattr(Watched, "before_write", gather)
     ring.reserve(12)
-    assert len(seen) > 1
+    assert len(seen) == 8
     assert set(map(tuple, seen)) == {(1, 2)}

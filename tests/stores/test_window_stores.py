@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
-from support.stores import gathered, mapped_windows, saved
+from support.stores import gather_at, gathered, mapped_windows, saved
 from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, StoreError, errors, rows
 from pinfeed.errors import UnknownArgument
 from pinfeed.native.library import library
 from pinfeed.readahead.buffers import BufferedReadahead, PageCacheReadahead
-from pinfeed.readahead.item_reads import AxisWindowReads
-from pinfeed.readahead.read_plan import plan_reads
+from pinfeed.readahead.read_plan import AxisWindowReads, plan_reads
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads
@@ -107,7 +106,7 @@ def test_windows_are_those_of_the_files(
                     memory_rows.gather(wanted, found)
                     np.testing.assert_array_equal(found, whole[wanted])
             out = np.zeros((len(numbers) + 3, *store.row_shape), native)
-            source.gather_at(numbers, out, places)
+            gather_at(source, numbers, out, places)
             np.testing.assert_array_equal(out[places], whole[numbers])
         mapped.close()
 
@@ -142,7 +141,7 @@ def test_windows_are_copied_in_any_order(path: Path, tokens: np.ndarray) -> None
         mapped = mapped_windows(store)
         np.testing.assert_array_equal(gathered(mapped, wanted), expected[wanted])
         out = np.zeros((310, 33), np.uint16)
-        mapped.gather_at(wanted, out, places)
+        gather_at(mapped, wanted, out, places)
         np.testing.assert_array_equal(out[places], expected[wanted])
         assert not np.delete(out, places, axis=0).any()
         mapped.close()

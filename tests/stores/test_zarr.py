@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pinfeed import Feeder, RaggedStore, ZarrStore, errors
-from pinfeed.stores.zarr_chunks import ZarrChunks
+from pinfeed.stores.raw_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -105,6 +105,14 @@ def test_damaged_chunks(tmp_path: Path) -> None:
     with pytest.raises(errors.ReadError, match=r"rows \[50, 100\) cannot be read"):
         gathered(store, [60])
     np.testing.assert_array_equal(gathered(store, [10]), X[[10]])
+
+
+def test_an_open_array_is_not_pickled() -> None:
+    with (
+        ZarrStore(written({}, X, 50)) as store,
+        pytest.raises(TypeError, match="give ZarrStore the path"),
+    ):
+        pickle.dumps(store)
 
 
 def test_the_name_of_the_array(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import ZarrStore, concat, errors
-from pinfeed.stores.zarr_chunks import ZarrChunks
+from pinfeed.stores.raw_chunks import ZarrChunks
 
 zarr = pytest.importorskip("zarr")
 numcodecs = pytest.importorskip("numcodecs")
@@ -198,7 +198,7 @@ def test_random_rows_decode_only_their_chunks_of_a_shard(
 
     monkeypatch.setattr(ZarrStore, "read_box", counted)
     with ZarrStore(tmp_path / "x") as store, concat([store, store]) as twice:
-        assert (store._chunks is not None) == is_known
+        assert (store._raw is not None) == is_known
         for source in (store, twice):
             decoded.clear()
             wanted = [202, 7, 6, 90, 7, 100, 3, 159]
@@ -212,7 +212,7 @@ def test_random_rows_decode_only_their_chunks_of_a_shard(
 
 def test_few_indices_of_shards_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(tmp_path)
-    monkeypatch.setattr("pinfeed.stores.zarr_chunks._INDEX_BYTES", 64)
+    monkeypatch.setattr("pinfeed.stores.raw_chunks._INDEX_BYTES", 64)
     chunks = ZarrChunks.of(zarr.open_array(str(tmp_path)))
     assert chunks is not None
     out = np.empty((40, 3), np.float32)
@@ -225,7 +225,7 @@ def test_few_indices_of_shards_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
 def test_memory_for_bytes_of_chunks_belongs_to_the_store(tmp_path: Path) -> None:
     shard(tmp_path)
     with ZarrStore(tmp_path) as store:
-        chunks = store._chunks
+        chunks = store._raw
         assert chunks is not None
         gathered(store, np.arange(40))
         gathered(store, np.arange(40))
@@ -247,8 +247,8 @@ def test_a_size_beyond_the_shard_takes_no_memory(tmp_path: Path) -> None:
     with ZarrStore(tmp_path) as store:
         with pytest.raises(errors.ReadError, match="cannot be read"):
             gathered(store, np.arange(5))
-        assert store._chunks is not None
-        (scratch,) = store._chunks._spare
+        assert store._raw is not None
+        (scratch,) = store._raw._spare
         assert len(scratch._memory) <= 64 << 10
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.window_store import WindowStore
 
 
@@ -13,6 +14,12 @@ def gathered(store: Any, wanted: Any) -> np.ndarray:
     out = np.empty((len(wanted), *store.row_shape), store.dtype)
     store.gather(np.asarray(wanted, np.int64), out)
     return out
+
+
+def gather_at(store: Any, wanted: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
+    """Copy rows of a store to places in ``out``, in any order."""
+    order = places.argsort()
+    store.gather_runs(Runs.of_rows(wanted[order], places[order]), out)
 
 
 def saved(path: Path, array: np.ndarray) -> Path:

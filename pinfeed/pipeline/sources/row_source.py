@@ -16,7 +16,7 @@ from pinfeed.pipeline.sources.source import (
     OrderedSource,
     RowGroup,
 )
-from pinfeed.readahead.item_reads import RaggedReads
+from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Rows

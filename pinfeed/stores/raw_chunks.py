@@ -1,23 +1,28 @@
-"""ZarrChunks: chunks of a Zarr array in local files, decompressed by the threads that need them.
+"""Chunks of arrays as they are in files, which the threads that need them decode.
 
-zarr reads a chunk with several tasks of one event loop, which takes up to ten times as long as to
-read and decompress it.
+The HDF5 library makes one call at a time, and a call that reads rows also decompresses them. zarr
+reads a chunk with several tasks of one event loop, which takes up to ten times as long as to read
+and decompress it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import PinfeedError
-from pinfeed.stores.chunked_array import Box, ChunkGrid
 from pinfeed.stores.paths import require_regular
 from pinfeed.stores.store import Array
+
+Box = tuple[slice, ...]
+"""Indices [start, stop) along each axis of an array."""
 
 # Memory for the bytes of a chunk grows in steps, because chunks have slightly different sizes.
 _SCRATCH_STEP = 64 << 10
@@ -27,6 +32,90 @@ _NOT_WRITTEN = np.iinfo(np.uint64).max
 # Most bytes of all indices of shards that are kept, unless one is larger. An index has 16 bytes for
 # each chunk.
 _INDEX_BYTES = 1 << 20
+# Filters of HDF5 that are undone here, in the order in which they were applied.
+_DEFLATE = 1
+_SHUFFLE = 2
+_FILTERS = ((), (_DEFLATE,), (_SHUFFLE, _DEFLATE))
+
+
+class ChunkGrid(NamedTuple):
+    """Shape of an array, and of its chunks; a chunk at the end of an axis extends beyond it."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a decoded chunk."""
+        return math.prod(self.chunks) * self.dtype.itemsize
+
+    def origins(self, box: Box) -> Iterator[tuple[int, ...]]:
+        """Yield the position in the array of the first item of each chunk of a box."""
+        sizes = zip(box, self.shape, self.chunks, strict=True)
+        ranges = (range(*one.indices(size)[:2], chunk) for one, size, chunk in sizes)
+        return itertools.product(*ranges)
+
+    def place(self, origin: tuple[int, ...], box: Box, out: Array) -> Array:
+        """Return the part of ``out`` for a chunk.
+
+        Args:
+            origin: Position in the array of the first item of the chunk.
+            box: A box of whole chunks with this one.
+            out: The items of the box.
+        """
+        axes = zip(origin, box, self.chunks, strict=True)
+        begins = [(at - (one.start or 0), size) for at, one, size in axes]
+        return out[tuple(slice(begin, begin + size) for begin, size in begins)]
+
+    def put(self, decoded: Any, place: Array) -> None:
+        """Copy a decoded chunk, which is a buffer, to its place.
+
+        Raises:
+            ValueError: If the chunk has another size.
+        """
+        block = np.frombuffer(decoded, self.dtype).reshape(self.chunks)
+        place[...] = block[tuple(map(slice, place.shape))]
+
+
+class HDF5Chunks:
+    """Chunks as they are in the file, of a dataset with no filters but gzip and shuffle.
+
+    The library reads only the compressed bytes.
+
+    Args:
+        dataset: A dataset that ``can_read`` accepts, with the same type in the file and in memory.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.grid = ChunkGrid(dataset.shape, dataset.chunks, dataset.dtype)
+        self._filters = _filters_of(dataset)
+
+    @staticmethod
+    def can_read(dataset: Any) -> bool:
+        """Return whether the dataset has chunks, and only known filters."""
+        return dataset.chunks is not None and _filters_of(dataset) in _FILTERS
+
+    def decode(self, raw: bytes, place: Array) -> bool:
+        """Decode a chunk as it is in the file to its place; return False if it is damaged."""
+        decoded: Any = raw
+        try:
+            if _DEFLATE in self._filters:
+                decoded = zlib.decompress(raw, bufsize=self.grid.chunk_nbytes)
+            if _SHUFFLE in self._filters:
+                # The chunk begins with the first bytes of all items, followed by the second bytes,
+                # and so on.
+                values = np.frombuffer(decoded, np.uint8).reshape(self.grid.dtype.itemsize, -1)
+                decoded = np.ascontiguousarray(values.T)
+            self.grid.put(decoded, place)
+        except (zlib.error, ValueError):
+            return False
+        return True
+
+
+def _filters_of(dataset: Any) -> tuple[int, ...]:
+    properties = dataset.id.get_create_plist()
+    return tuple(properties.get_filter(i)[0] for i in range(properties.get_nfilters()))
 
 
 class ChunkCodecs(NamedTuple):
@@ -39,7 +128,7 @@ class ChunkCodecs(NamedTuple):
 
 
 class ZarrChunks:
-    """Chunks as they are in their files.
+    """Chunks of a Zarr array as they are in their files.
 
     Args:
         array: The array, in a local directory, in the byte order of this machine.
