@@ -68,8 +68,7 @@ class MemoryPredictor:
             autocast=autocast,
         )
         self.limit = self._host_limit if limit is None else limit
-        specs = [one for one in (self._estimator.inputs, self._estimator.targets) if one]
-        self._ahead_nbytes = _N_AHEAD * sum(sum(one.nbytes) for one in specs)
+        self._ahead_nbytes = _N_AHEAD * sum(self._estimator.sample_nbytes)
         # Normalization needs two samples, because a single one has no variance.
         self._least = 2 if batch_norms(model) else 1
 
@@ -153,9 +152,7 @@ def _two_pass_step(run: StepRun, batch_size: int, chunk_size: int) -> Any:
     for _ in range(2):
         inputs, _ = run.batch(size)
         again = [leaf for _, leaf in flatten(run.outputs(inputs))[0] if leaf.requires_grad]
-        run.tracker.enter("backward")
-        torch.autograd.backward(again, [torch.empty_like(leaf) for leaf in again])
-        run.tracker.label((p.grad for p in run.model.parameters()), "gradients")
+        run.backward(again, [torch.empty_like(leaf) for leaf in again])
     return held, targets
 
 

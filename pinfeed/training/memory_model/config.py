@@ -14,7 +14,7 @@ from pinfeed.devices.cuda import check_gpu
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes, return_large_blocks
-from pinfeed.memory.limits import DEFAULT_DEPTH, n_batches
+from pinfeed.memory.limits import n_batches
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.tensors.argument_types import DTypeLike, Shapes
 from pinfeed.training.memory_model.batch_search import BatchSearch
@@ -164,7 +164,7 @@ class Config(limits.MemoryLimits):
         Raises:
             ArgumentError: If there is no model.
         """
-        return n_batches(self._depth) * self.batch_size
+        return n_batches(self.budget.feeder.depth) * self.batch_size
 
     @functools.cached_property
     def budget(self) -> Budget:
@@ -184,7 +184,7 @@ class Config(limits.MemoryLimits):
                 return_large_blocks()
             return found
         gpu = torch.device("cuda", check_gpu(chosen_device(self.device).index))
-        return self._search.measured(gpu, self.headroom, enforce=self.enforce)
+        return self._search.measured(gpu)
 
     def for_feeder(self) -> limits.MemoryLimits:
         """Return the limits that the training step leaves for the feeder, and the batch size."""
@@ -201,7 +201,7 @@ class Config(limits.MemoryLimits):
             cpu_memory_limit=cpu_limit,
             gpu_memory_limit=gpu_limit,
             preferred_batch_size=budget.batch_size,
-            depth=self._depth,
+            depth=budget.feeder.depth,
         )
 
     @property
@@ -215,10 +215,6 @@ class Config(limits.MemoryLimits):
     def _is_measured(self) -> bool:
         """Whether the step runs on a GPU of this machine."""
         return self._kind == "cuda" and torch.cuda.is_available()
-
-    @property
-    def _depth(self) -> int:
-        return DEFAULT_DEPTH if self.depth is None else self.depth
 
     @functools.cached_property
     def _search(self) -> BatchSearch:
@@ -235,16 +231,7 @@ class Config(limits.MemoryLimits):
             device=self._kind,
             autocast=self.autocast,
         )
-        return BatchSearch(
-            estimator,
-            cpu_limit,
-            gpu_limit,
-            self.one_read_count,
-            self.preferred_batch_size,
-            self.total_sample_count,
-            self._depth,
-            self.device_cache or 0,
-        )
+        return BatchSearch(estimator, self, cpu_limit, gpu_limit)
 
     def _limits(self) -> tuple[int, int | None]:
         """Return the limits of the host and of the GPU; the latter is None for the CPU.

@@ -231,13 +231,12 @@ class GPUProbe:
 
     def _step_memory(self, copy: StepCopy, n: int, nbytes: int, peaks: Iterable[int]) -> StepMemory:
         parameters = list(copy.model.parameters())
-        specs = [spec for spec in (self._step.inputs, self._step.targets) if spec is not None]
         breakdown = {
             "parameters": _nbytes(parameters),
             "buffers": _nbytes(copy.model.buffers()),
             "gradients": _nbytes(p for p in parameters if p.requires_grad),
             "optimizer state": _nbytes(state_tensors(copy.optimizer)),
-            "batch": n * sum(nbytes for spec in specs for nbytes in spec.nbytes),
+            "batch": n * sum(self._step.sample_nbytes),
         }
         breakdown["activations"] = nbytes - sum(breakdown.values())
         phases = dict(zip(("forward", "backward", "optimizer"), peaks, strict=True))
@@ -276,4 +275,4 @@ class GPUProbe:
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(one.nbytes for one in tensors)
