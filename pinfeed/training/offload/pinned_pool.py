@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +39,7 @@ class PinnedBlock:
 class PinnedPool:
     """Pool of pinned blocks.
 
-    Only one thread at a time may call it, except for ``give``, which any thread may call at any
-    time.
+    Only one thread at a time may call it.
 
     Args:
         device: Device that allocates the blocks.
@@ -59,9 +57,6 @@ class PinnedPool:
         self.limit = limit
         # Free blocks, sorted by size.
         self._free: list[PinnedBlock] = []
-        # It is a deque, because the operations of a deque are atomic and a finalizer may interrupt
-        # any other code, take() included.
-        self._returned: deque[PinnedBlock] = deque()
         self._is_closed = False
         self.nbytes = 0
         self.used = 0
@@ -70,7 +65,6 @@ class PinnedPool:
 
     def take(self, nbytes: int) -> PinnedBlock | None:
         """Return a block of at least ``nbytes`` bytes; None if the limit leaves no room for it."""
-        self.reclaim()
         size = block_nbytes(nbytes)
         block = self._take_free(size)
         if block is None and self._make_room(size):
@@ -82,27 +76,18 @@ class PinnedPool:
         return block
 
     def give(self, block: PinnedBlock) -> None:
-        """Return a block to the pool; needs no lock."""
+        """Return a block to the pool, which frees it after ``close``."""
+        self.used -= block.nbytes
         if self._is_closed:
-            block.memory = block.memory[:0].copy()
-        self._returned.append(block)
-
-    def reclaim(self) -> None:
-        """Make the blocks that were given back available."""
-        while self._returned:
-            block = self._returned.popleft()
-            self.used -= block.nbytes
-            if self._is_closed:
-                self.nbytes -= block.nbytes
-            else:
-                bisect.insort(self._free, block, key=_nbytes)
+            self.nbytes -= block.nbytes
+        else:
+            bisect.insort(self._free, block, key=_nbytes)
 
     def close(self) -> None:
         """Release the free blocks; blocks in use are released when they are given back."""
         self._is_closed = True
         self.nbytes -= sum(block.nbytes for block in self._free)
         self._free.clear()
-        self.reclaim()
         unlock_freed()
 
     def _take_free(self, size: int) -> PinnedBlock | None:
