@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -95,24 +95,19 @@ def compare_with_plain_step(
     checks = []
     for context in number_contexts(drawn):
         with context():
-            results = [run_step(spec, compute, state) for compute in (plain, other)]
-        checks.append(_check_of(spec, strategy, results, bool(drawn)))
+            want, got = (run_step(spec, compute, state) for compute in (plain, other))
+        errors = _errors_of(want, got)
+        is_exact = max(errors) <= largest_rounding(spec, _ROUNDING)
+        checks.append(Check(strategy, *errors, is_exact, has_fixed_numbers=bool(drawn)))
     # The first one that is not exact, if there is one.
     return min(checks, key=bool)
 
 
-def _check_of(
-    spec: StepSpec, strategy: str, results: Sequence[StepResult], is_fixed: bool
-) -> Check:
-    want, got = results
+def _errors_of(want: StepResult, got: StepResult) -> tuple[float, float, float]:
+    """Return the relative errors of gradients, loss and buffers."""
     gradients = zip(want.gradients, got.gradients, strict=True)
     difference = math.hypot(*(relative_error(one, other, 1.0) for one, other in gradients))
     size = math.hypot(*map(norm_of, want.gradients))
     buffers = (relative_error(value, got.buffers[name]) for name, value in want.buffers.items())
-    errors = (
-        difference / (size or 1.0),
-        relative_error(want.loss, got.loss),
-        max(buffers, default=0.0),
-    )
-    is_exact = max(errors) <= largest_rounding(spec, _ROUNDING)
-    return Check(strategy, *errors, is_exact=is_exact, has_fixed_numbers=is_fixed)
+    loss_error = relative_error(want.loss, got.loss)
+    return difference / (size or 1.0), loss_error, max(buffers, default=0.0)

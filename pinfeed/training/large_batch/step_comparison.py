@@ -41,7 +41,7 @@ from pinfeed.training.large_batch.step_result import (
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.large_batch.whole_steps import recomputed
 from pinfeed.training.memory_model.real_steps import is_out_of_memory
-from pinfeed.training.memory_model.tensor_specs import map_tensors
+from pinfeed.training.memory_model.tensor_specs import map_tensors, tensor_leaves
 
 PLAIN_FAILS = "the plain step fails"
 """Beginning of the message for a problem that the plain step has as well."""
@@ -157,8 +157,8 @@ class StepComparison:
 
     def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
         """Compare the loss of many samples, which repeat a few outputs, with those of chunks."""
-        tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
-        n_repeats = max(2, _OUTPUT_BYTES // max(1, sum(leaf.nbytes for leaf in tensors)))
+        nbytes = sum(leaf.nbytes for leaf in tensor_leaves(outputs))
+        n_repeats = max(2, _OUTPUT_BYTES // max(1, nbytes))
         inputs, targets = self._samples_of(self._n * n_repeats)
         rows = torch.arange(batches.n_samples(inputs))
         model = _StoredOutputs(batches.select_samples(outputs, rows % self._n))
@@ -234,9 +234,8 @@ def _backward(strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> torch
     size = min(n - 1, -(-2 * n // 3))
 
     def chunks() -> batches.Chunks:
-        for start in range(0, n, size):
-            x, y = batches.slice_samples((inputs, targets), start, start + size)
-            yield batches.Chunk(x, y, spec.count_terms(x, y))
+        for samples in batches.split((inputs, targets), size):
+            yield spec.chunk(*samples)
 
     if strategy == "two_pass":
         return backward_two_pass(spec, chunks, targets)
@@ -280,16 +279,14 @@ class _StoredOutputs(nn.Module):
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
-        leaves, self._rebuild = flatten(outputs)
-        self._leaves = [
-            nn.Parameter(leaf) if batches.is_differentiable(leaf) else leaf for _, leaf in leaves
-        ]
-        for i, leaf in enumerate(self._leaves):
-            if isinstance(leaf, nn.Parameter):
-                self.register_parameter(f"output{i}", leaf)
+        self._outputs = map_tensors(
+            lambda one: nn.Parameter(one) if batches.is_differentiable(one) else one, outputs
+        )
+        leaves = tensor_leaves(self._outputs)
+        self.stored = nn.ParameterList(one for one in leaves if isinstance(one, nn.Parameter))
 
     def forward(self, rows: torch.Tensor) -> Any:
-        return batches.select_samples(self._rebuild(iter(self._leaves)), rows)
+        return batches.select_samples(self._outputs, rows)
 
 
 def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:

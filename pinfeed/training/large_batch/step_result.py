@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
+from pinfeed.training.large_batch.step_spec import (
+    StepSpec,
+    copies_of,
+    gradients_set_aside,
+    restored,
+)
 
 _SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -45,32 +50,39 @@ def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], tuple
         A function that returns the current buffers and attributes.
     """
     every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
-    originals = [(one, dict(one._buffers), dict(vars(one))) for _, one in every.values()]
-    objects = [value for _, one in every.values() for value in vars(one).values()]
+    owners = [owner for _, one in every.values() for owner in (one._buffers, vars(one))]
+    objects = [value for owner in owners for value in owner.values()]
     generators = [(one, one.get_state()) for one in objects if isinstance(one, torch.Generator)]
-    for module, buffers, _ in originals:
-        module._buffers.update(_copies(buffers))
-        vars(module).update(_copies(_attributes(module)))
 
     def state() -> tuple[State, State]:
         buffers: State = {}
         attributes: State = {}
         for name, module in every.values():
             prefix = f"{name}." if name else ""
-            buffers |= _copies(module._buffers, prefix)
-            attributes |= _copies(_attributes(module), prefix)
+            for owned, found in ((module._buffers, buffers), (_attributes(module), attributes)):
+                found |= {f"{prefix}{key}": value for key, value in copies_of(owned).items()}
         return buffers, attributes
 
+    with restored(owners):
+        for _, module in every.values():
+            module._buffers.update(copies_of(module._buffers))
+            vars(module).update(copies_of(_attributes(module)))
+        try:
+            yield state
+        finally:
+            for generator, numbers in generators:
+                generator.set_state(numbers)
+
+
+@contextlib.contextmanager
+def _data_set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    """Yield the data of the parameters, and restore it at the end."""
+    originals = [p.data for p in parameters]
     try:
-        yield state
+        yield originals
     finally:
-        for module, buffers, attributes in originals:
-            for owned, before in ((module._buffers, buffers), (vars(module), attributes)):
-                owned.update(before)
-                for key in owned.keys() - before.keys():
-                    del owned[key]
-        for generator, numbers in generators:
-            generator.set_state(numbers)
+        for p, data in zip(parameters, originals, strict=True):
+            p.data = data
 
 
 @contextlib.contextmanager
@@ -89,22 +101,22 @@ def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], 
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
     }
     every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
-    originals = [(name, p, p.data) for key, (name, p) in every.items() if key not in renormalized]
+    named = [pair for key, pair in every.items() if key not in renormalized]
 
-    def perturbed(i: int) -> torch.Tensor:
-        data = originals[i][2]
+    def perturbed(i: int, data: torch.Tensor) -> torch.Tensor:
         scale = 1 + 0.01 * random.Random(i).random()
         return data * scale if data.is_floating_point() else data.clone()
 
-    for i, (_, p, _) in enumerate(originals):
-        p.data = perturbed(i)
-    try:
-        yield lambda: next(
-            (name for i, (name, p, _) in enumerate(originals) if not p.data.equal(perturbed(i))), ""
-        )
-    finally:
-        for _, p, data in originals:
-            p.data = data
+    def name_of_written() -> str:
+        for i, (data, (name, p)) in enumerate(zip(originals, named, strict=True)):
+            if not p.data.equal(perturbed(i, data)):
+                return name
+        return ""
+
+    with _data_set_aside([p for _, p in named]) as originals:
+        for i, (data, (_, p)) in enumerate(zip(originals, named, strict=True)):
+            p.data = perturbed(i, data)
+        yield name_of_written
 
 
 @contextlib.contextmanager
@@ -114,15 +126,10 @@ def in_float64(modules: Sequence[nn.Module]) -> Iterator[None]:
     The modules themselves are changed, not copies, because a loss may refer to them.
     """
     parameters = [p for module in modules for p in module.parameters()]
-    originals = [p.data for p in parameters]
-    with gradients_set_aside(parameters), state_on_copies(modules):
-        try:
-            for module in modules:
-                module.double()
-            yield
-        finally:
-            for p, data in zip(parameters, originals, strict=True):
-                p.data = data
+    with gradients_set_aside(parameters), state_on_copies(modules), _data_set_aside(parameters):
+        for module in modules:
+            module.double()
+        yield
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -133,13 +140,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         if key not in _MODULE_ATTRIBUTES
         and isinstance(value, (torch.Tensor, *_SIMPLE_TYPES))
         and not isinstance(value, nn.Parameter)
-    }
-
-
-def _copies(values: Mapping[str, Any], prefix: str = "") -> State:
-    return {
-        f"{prefix}{key}": value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in values.items()
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pinfeed.errors import ArgumentError
-from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.batches import n_samples
+from pinfeed.training.large_batch.batches import Chunk, n_samples
+from pinfeed.training.memory_model.tensor_specs import tensor_leaves
 from pinfeed.training.memory_model.training_step import call_model
 
 Reduction = Literal["mean", "sum"]
@@ -99,10 +99,9 @@ def count_of(loss: Any) -> Count:
     weight = options.get("weight", getattr(known, "weight", None)) if has_classes else None
 
     def count(targets: Any) -> Any:
-        leaves = [leaf for _, leaf in flatten(targets)[0] if isinstance(leaf, torch.Tensor)]
-        if not leaves:
+        first = next(tensor_leaves(targets), None)
+        if first is None:
             return 0
-        first = leaves[0]
         if has_elements:
             return first.numel()
         # torch's other losses, neither of classes nor of elements, count samples.
@@ -179,6 +178,10 @@ class StepSpec:
         """Return the number of terms in the loss of some samples."""
         return float(n_samples(inputs) if targets is None else self.count(targets))
 
+    def chunk(self, inputs: Any, targets: Any) -> Chunk:
+        """Return some samples with the number of terms in their loss."""
+        return Chunk(inputs, targets, self.count_terms(inputs, targets))
+
     def backward_whole(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of the whole batch in one backward pass, and return its loss."""
         loss = self.forward(inputs, targets)
@@ -197,6 +200,26 @@ def gradients_set_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for p, gradient in zip(parameters, before, strict=True):
             p.grad = gradient
+
+
+@contextlib.contextmanager
+def restored(owners: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """Restore the contents of dicts, such as a module's buffers or attributes, after the block."""
+    before = [(one, dict(one)) for one in owners]
+    try:
+        yield
+    finally:
+        for one, contents in before:
+            one.clear()
+            one.update(contents)
+
+
+def copies_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with copies of the tensors among them, without a graph."""
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
 
 
 @contextlib.contextmanager

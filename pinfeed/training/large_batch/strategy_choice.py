@@ -21,9 +21,6 @@ CHUNK_STRATEGIES: tuple[Strategy, ...] = ("accumulate", "two_pass")
 """Strategies that compute a batch in chunks, the fastest first."""
 DIFFERS = "does not give the gradients of the plain step"
 """Description of a strategy that is not right."""
-SIZE_IS_UNKNOWN = (
-    "the size of chunks is unknown without chunk_size and config; give chunk_size= or config="
-)
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,6 +59,25 @@ def is_in_chunks(chosen: StrategyChoice, n: int | None) -> bool:
     return chosen.strategy in CHUNK_STRATEGIES and (n is None or chosen.chunk_size < n)
 
 
+def size_of_chunks(
+    strategy: Strategy, n: int | None, chunk_size: int | None, predictor: MemoryPredictor | None
+) -> int:
+    """Return ``chunk_size``, or the largest chunk of ``n`` samples that fits.
+
+    Raises:
+        ArgumentError: If there is neither a chunk size nor a limit.
+        NotEnoughGPUMemory: If not even one sample fits.
+    """
+    if chunk_size is not None:
+        return chunk_size
+    if predictor is None:
+        raise ArgumentError(
+            "the size of chunks is unknown without chunk_size and config; give chunk_size= or "
+            "config="
+        )
+    return predictor.chunk_size(strategy, n)
+
+
 def choose_strategy(
     spec: StepSpec,
     batch: tuple[Any, Any],
@@ -83,8 +99,6 @@ def choose_strategy(
             limit nor a chunk size.
         NotEnoughGPUMemory: If not even one sample fits.
     """
-    if predictor is None and chunk_size is None:
-        raise ArgumentError(SIZE_IS_UNKNOWN)
     n = n_samples(batch[0])
     problems: dict[str, str] = {}
 
@@ -103,10 +117,7 @@ def choose_strategy(
         if norms:
             problems[strategy] = f"{norms[0]} normalizes over the batch"
             continue
-        size = chunk_size
-        if size is None and predictor is not None:
-            size = predictor.chunk_size(strategy, n)
-        assert size is not None
+        size = size_of_chunks(strategy, n, chunk_size, predictor)
         if is_right(strategy):
             return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
     why = f"chunks do not give its gradients ({_described(problems)}) and"

@@ -28,11 +28,11 @@ from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, gradie
 from pinfeed.training.large_batch.strategy_choice import (
     CHUNK_STRATEGIES,
     DIFFERS,
-    SIZE_IS_UNKNOWN,
     Strategy,
     StrategyChoice,
     choose_strategy,
     is_in_chunks,
+    size_of_chunks,
 )
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.large_batch.whole_steps import WholeSteps
@@ -233,11 +233,9 @@ class StrategyRunner:
     def _source_chunks(self, pairs: Iterable[tuple[Any, Any]], size: int) -> batches.Chunks:
         for batch in pairs:
             self._check_part_of_source(*batch)
-            for start in range(0, batches.n_samples(batch), size):
-                samples = batches.slice_samples(batch, start, start + size)
+            for samples in batches.split(batch, size):
                 # Tensors are already on the device, but numpy arrays are not.
-                x, y = to_device(samples, self._spec.device)
-                yield batches.Chunk(x, y, self._spec.count_terms(x, y))
+                yield self._spec.chunk(*to_device(samples, self._spec.device))
 
     def _keep(self, key: Any, chosen: StrategyChoice, n: int | None = None) -> StrategyChoice:
         """Use this choice for batches with this key from now on.
@@ -310,12 +308,10 @@ class StrategyRunner:
 
     def _chunk_size(self, strategy: Strategy, n: int | None, inputs: Any, targets: Any) -> int:
         """Return the number of samples in a chunk."""
-        if self._options.chunk_size is not None:
-            return self._options.chunk_size
-        predictor = self._predictor(inputs, targets)
-        if predictor is None:
-            raise ArgumentError(SIZE_IS_UNKNOWN)
-        return predictor.chunk_size(strategy, n)
+        # Nothing is predicted if the user gave the size.
+        size = self._options.chunk_size
+        predictor = None if size else self._predictor(inputs, targets)
+        return size_of_chunks(strategy, n, size, predictor)
 
     def _predictor(self, inputs: Any, targets: Any) -> MemoryPredictor | None:
         """Return the predictor for samples of this shape; None without a config."""

@@ -17,7 +17,7 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import n_samples, sample_shapes_and_dtypes, select_samples
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
 from pinfeed.training.large_batch.step_result import in_float64
-from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
+from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside, restored
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
@@ -232,11 +232,8 @@ def _name_of_hooked_parameter(spec: StepSpec) -> str:
 @contextlib.contextmanager
 def _without_hooks(spec: StepSpec) -> Iterator[None]:
     """Run no hooks of parameters, which may be those of an optimizer in the backward pass."""
-    every = [(hooks, dict(hooks)) for p in spec.parameters for hooks in _hooks_of(p)]
-    for hooks, _ in every:
-        hooks.clear()
-    try:
+    every = [hooks for p in spec.parameters for hooks in _hooks_of(p)]
+    with restored(every):
+        for hooks in every:
+            hooks.clear()
         yield
-    finally:
-        for hooks, kept in every:
-            hooks.update(kept)
