@@ -15,7 +15,7 @@ from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
 from pinfeed.training.large_batch import batches
-from pinfeed.training.large_batch.check import Check, compare_with_plain_step
+from pinfeed.training.large_batch.step_result import Check, compare_with_plain_step
 from pinfeed.training.large_batch.step_spec import (
     Count,
     Reduction,

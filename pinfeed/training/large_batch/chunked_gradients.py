@@ -19,8 +19,8 @@ from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.batches import Chunk, Chunks
+from pinfeed.training.large_batch.restored_state import buffers_of, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec
-from pinfeed.training.large_batch.whole_steps import buffers_of, replayed_buffers
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +30,13 @@ from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
+from pinfeed.training.large_batch.restored_state import perturbed_parameters
 from pinfeed.training.large_batch.step_result import (
+    ROUNDING,
     StepResult,
+    largest_rounding,
     norm_of,
     number_contexts,
-    perturbed_parameters,
     relative_error,
     run_step,
 )
@@ -45,11 +47,6 @@ from pinfeed.training.memory_model.tensor_specs import map_tensors, tensor_leave
 
 PLAIN_FAILS = "the plain step fails"
 """Beginning of the message for a problem that the plain step has as well."""
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative differences that rounding explains, by dtype.
-
-If a difference is larger, the comparison runs again in float64.
-"""
 _LOSS_FAILS = "the loss fails on some of the samples"
 _CHUNKS_FAIL = "the step fails in chunks of some of the samples"
 _NEGLIGIBLE = 1e-3
@@ -60,12 +57,6 @@ _OUTPUT_BYTES = 16 << 20
 
 Samples = tuple[Any, Any]
 """Inputs and targets."""
-
-
-def largest_rounding(spec: StepSpec, by_dtype: Mapping[torch.dtype, float]) -> float:
-    """Return the largest difference that the rounding of a parameter's dtype explains."""
-    usual = by_dtype[torch.float32]
-    return max((by_dtype.get(p.dtype, usual) for p in spec.parameters), default=usual)
 
 
 class _DifferenceFound(Exception):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -187,53 +186,6 @@ class StepSpec:
         loss = self.forward(inputs, targets)
         self.scale(loss).backward()
         return loss.detach()
-
-
-@contextlib.contextmanager
-def gradients_set_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Clear the gradients for the block, and restore those of the caller at its end."""
-    before = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in zip(parameters, before, strict=True):
-            p.grad = gradient
-
-
-@contextlib.contextmanager
-def restored(owners: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """Restore the contents of dicts, such as a module's buffers or attributes, after the block."""
-    before = [(one, dict(one)) for one in owners]
-    try:
-        yield
-    finally:
-        for one, contents in before:
-            one.clear()
-            one.update(contents)
-
-
-def copies_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with copies of the tensors among them, without a graph."""
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in values.items()
-    }
-
-
-@contextlib.contextmanager
-def gradient_transaction(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Add the gradients that the block computes; if the block raises, restore all gradients.
-
-    Within the block the parameters have no gradients.
-    """
-    with gradients_set_aside(parameters):
-        yield
-        computed = [p.grad for p in parameters]
-    for p, gradient in zip(parameters, computed, strict=True):
-        if gradient is not None:
-            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -48,9 +48,6 @@ class StrategyChoice:
     device_limit: int = MiB(512)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         return f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"
 
 

@@ -23,8 +23,9 @@ from pinfeed.training.large_batch.chunked_gradients import (
     backward_two_pass,
 )
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
+from pinfeed.training.large_batch.restored_state import gradient_transaction
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, gradient_transaction
+from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
 from pinfeed.training.large_batch.strategy_choice import (
     CHUNK_STRATEGIES,
     DIFFERS,
@@ -184,13 +185,6 @@ class StrategyRunner:
         first = batches.first_batches(pairs, self._spec.count_terms)
         if not first:
             raise ArgumentError("the source yields no batch; expected at least one")
-        self.chosen = self._choose_for_source(first)
-        chunks = self._source_chunks(itertools.chain(first, pairs), self.chosen.chunk_size)
-        with gradient_transaction(self._spec.parameters):
-            return self._accumulate(chunks, None, _SOURCE)
-
-    def _choose_for_source(self, first: list[tuple[Any, Any]]) -> StrategyChoice:
-        """Choose the strategy for the batches of a source, from its first batches."""
         inputs, targets = batches.joined_with_first(first)
         chosen = self._choices.get(_SOURCE)
         if chosen is None:
@@ -207,7 +201,10 @@ class StrategyRunner:
                 "be compared with the plain step"
             )
         self._check_part_of_source(inputs, targets, problem)
-        return self._keep(_SOURCE, chosen)
+        self.chosen = self._keep(_SOURCE, chosen)
+        chunks = self._source_chunks(itertools.chain(first, pairs), self.chosen.chunk_size)
+        with gradient_transaction(self._spec.parameters):
+            return self._accumulate(chunks, None, _SOURCE)
 
     def _check_part_of_source(self, inputs: Any, targets: Any, problem: str = "") -> None:
         """Compare the strategy with the plain step on samples of a source, if their shape is new.

@@ -19,14 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.training.large_batch.step_spec import copies_of, restored
+from pinfeed.training.large_batch.restored_state import buffers_of, replayed_buffers
 from pinfeed.training.offload.offload import Offload
 
 _LEAST_PARTS = 2
 """Smallest number of parts of a container; recomputing fewer saves no memory."""
-
-Buffers = list[tuple[nn.Module, dict[str, Any]]]
-"""Modules, and copies of their buffers by name."""
 
 
 class WholeSteps:
@@ -138,22 +135,3 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **
         return contextlib.nullcontext(), replayed_buffers(before)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def buffers_of(modules: Sequence[nn.Module]) -> Buffers:
-    """Copy all buffers: running statistics, vectors of a power iteration, counters."""
-    every = {id(one): one for module in modules for one in module.modules() if one._buffers}
-    return [(one, copies_of(one._buffers)) for one in every.values()]
-
-
-@contextlib.contextmanager
-def replayed_buffers(before: Buffers) -> Iterator[None]:
-    """Run a computation again from the buffers ``before``, without a lasting effect on buffers.
-
-    The block works on copies. At its end, the buffers have the values from its beginning, which
-    are those that the first computation left.
-    """
-    with restored(module._buffers for module, _ in before):
-        for module, values in before:
-            module._buffers.update(copies_of(values))
-        yield
