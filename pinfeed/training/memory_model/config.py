@@ -218,7 +218,20 @@ class Config(limits.MemoryLimits):
 
     @functools.cached_property
     def _search(self) -> BatchSearch:
-        cpu_limit, gpu_limit = self._limits()
+        free = free_host_bytes()
+        gpu_limit = None
+        if self._kind == "cpu":
+            # The estimate includes the model, so the memory that the model takes already counts as
+            # free.
+            free += bytes_on_device(self.model, torch.device("cpu"))
+        elif self.gpu_memory_limit is not None or self._is_measured:
+            # None is the free memory of a GPU of this machine, which is measured.
+            gpu_limit = self.gpu_memory_limit
+        else:
+            raise ArgumentError(
+                f"device={self.device!r}: free GPU memory is unknown, because this machine has no "
+                f"GPU; give gpu_memory_limit, such as pinfeed.{GiB.__name__}(8)"
+            )
         targets = None
         if self.output_shape is not None:
             targets = samples_of(self.output_shape, self.output_dtype, "output")
@@ -231,24 +244,7 @@ class Config(limits.MemoryLimits):
             device=self._kind,
             autocast=self.autocast,
         )
-        return BatchSearch(estimator, self, cpu_limit, gpu_limit)
-
-    def _limits(self) -> tuple[int, int | None]:
-        """Return the limits of the host and of the GPU; the latter is None for the CPU.
-
-        It is also None for the free memory of a GPU of this machine, which is measured.
-        """
-        free = free_host_bytes()
-        if self._kind == "cpu":
-            # The estimate includes the model, so the memory that the model takes already counts as
-            # free.
-            return self.host_limit(free + bytes_on_device(self.model, torch.device("cpu"))), None
-        if self.gpu_memory_limit is None and not self._is_measured:
-            raise ArgumentError(
-                f"device={self.device!r}: free GPU memory is unknown, because this machine has no "
-                f"GPU; give gpu_memory_limit, such as pinfeed.{GiB.__name__}(8)"
-            )
-        return self.host_limit(free), self.gpu_memory_limit
+        return BatchSearch(estimator, self, self.host_limit(free), gpu_limit)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy keeps the budget, because another process must not measure again.

@@ -23,7 +23,7 @@ class StorageTracker(TorchDispatchMode):
     Attributes:
         events: Allocations and frees, in order.
         marks: Positions in ``events`` at which a phase of the program begins, and the phase.
-        kinds: Kind of memory of each number in ``events``.
+        kinds: Kind of memory of each storage, by its number.
         activity: What the program does, in words.
     """
 
@@ -32,11 +32,10 @@ class StorageTracker(TorchDispatchMode):
         self._phase = ""
         self.events: list[Event] = []
         self.marks: list[tuple[int, str]] = []
-        self.kinds: dict[int, str] = {}
+        self.kinds: list[str] = []
         self.activity = ""
         self._living: dict[int, tuple[int, int]] = {}
         """Number and bytes of each living storage, by its address."""
-        self._n = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -72,10 +71,10 @@ class StorageTracker(TorchDispatchMode):
         elif nbytes:
             weakref.finalize(storage, self._forget, key).atexit = False
         if nbytes:
-            self._n += 1
-            self._living[key] = self._n, nbytes
-            self.kinds[self._n] = self._phase
-            self.events.append((self._n, nbytes))
+            number = len(self.kinds)
+            self.kinds.append(self._phase)
+            self._living[key] = number, nbytes
+            self.events.append((number, nbytes))
         else:
             self._living.pop(key, None)
 

@@ -105,6 +105,7 @@ class SavedPiece:
         return all(handle is None or handle.back is self.back for handle in handles)
 
 
+@dataclass(eq=False)
 class SavedHandle:
     """Handle of a saved tensor on a piece; the piece lives as long as any of its handles.
 
@@ -114,13 +115,12 @@ class SavedHandle:
         back: The piece's ``back`` when the tensor was last unpacked.
     """
 
-    __slots__ = ("__weakref__", "back", "geometry", "piece")
+    piece: SavedPiece
+    geometry: Geometry
+    back: Event | None = None
 
-    def __init__(self, piece: SavedPiece, geometry: Geometry) -> None:
-        self.piece = piece
-        self.geometry = geometry
-        self.back: Event | None = None
-        piece.handles.append(weakref.ref(self))
+    def __post_init__(self) -> None:
+        self.piece.handles.append(weakref.ref(self))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ _WASTE = 8
 """A block may be larger than needed by 1/8, so that blocks are reused for varying sizes."""
 
 
+@dataclass(eq=False)
 class PinnedBlock:
     """A block of pinned host memory.
 
@@ -28,12 +30,9 @@ class PinnedBlock:
         busy: Event after the last copy that reads or writes the block; None before the first copy.
     """
 
-    __slots__ = ("busy", "memory", "nbytes")
-
-    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        self.memory = memory
-        self.nbytes = len(memory)
-        self.busy: Event | None = None
+    memory: npt.NDArray[np.uint8]
+    nbytes: int
+    busy: Event | None = None
 
 
 class PinnedPool:
@@ -111,7 +110,7 @@ class PinnedPool:
 
     def _allocate(self, size: int) -> PinnedBlock | None:
         try:
-            block = PinnedBlock(self._device.staging(size))
+            block = PinnedBlock(self._device.staging(size), size)
         except (DeviceError, MemoryError) as error:
             logger.warning(
                 "Offload cannot allocate more than %d bytes of page-locked (pinned) memory, so "
