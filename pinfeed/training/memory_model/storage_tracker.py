@@ -24,7 +24,7 @@ class StorageTracker(TorchDispatchMode):
         events: Allocations and frees, in order.
         marks: Positions in ``events`` at which a phase of the program begins, and the phase.
         kinds: Kind of memory of each storage, by its number.
-        activity: What the program does, in words.
+        activity: Description of the phase for errors, such as ``"the forward pass"``.
     """
 
     def __init__(self) -> None:
