@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.tensor_specs import SampleSpec, map_tensors
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, map_tensors, tensor_leaves
 
 _MOST_FIRST = 8
 """Most batches of a source that are read before the first one is computed."""
@@ -60,6 +60,12 @@ def n_samples(batch: Any) -> int:
 def slice_samples(batch: Any, start: int, stop: int) -> Any:
     """Return samples [start, stop) of a batch as views; leaves without rows stay as they are."""
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.ndim else tensor, batch)
+
+
+def split(batch: Any, size: int) -> Iterator[Any]:
+    """Yield ``size`` samples of a batch at a time, the last time fewer, as views."""
+    for start in range(0, n_samples(batch), size):
+        yield slice_samples(batch, start, start + size)
 
 
 def select_samples(batch: Any, rows: torch.Tensor) -> Any:
@@ -142,9 +148,7 @@ def sample_spec_of(batch: Any) -> SampleSpec:
 
 def shapes_and_dtypes(*batches: Any) -> tuple[Any, ...]:
     """Return shape and dtype of all tensors, which are the key of a chosen strategy."""
-    leaves = (leaf for batch in batches for _, leaf in flatten(batch)[0])
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors)
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensor_leaves(batches))
 
 
 def sample_shapes_and_dtypes(*batches: Any) -> tuple[Any, ...]:
@@ -164,17 +168,13 @@ def check_no_sample_lists(batch: Any, n: int, path: str = "") -> None:
         for key, value in batch.items():
             check_no_sample_lists(value, n, f"{path}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
-        if len(batch) == n > 1 and not _has_tensors(batch):
+        if len(batch) == n > 1 and not any(True for _ in tensor_leaves(batch)):
             raise ArgumentError(
                 f"batch{path} is a {type(batch).__name__} with a value for each of {n} samples, "
                 "which cannot be cut into chunks; give a tensor"
             )
         for i, value in enumerate(batch):
             check_no_sample_lists(value, n, f"{path}[{i}]")
-
-
-def _has_tensors(batch: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for _, leaf in flatten(batch)[0])
 
 
 def is_batch_source(value: Any) -> bool:
@@ -196,8 +196,7 @@ def input_target_pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
             )
         inputs = as_tensors(batch[0])
         targets = as_tensors(batch[1])
-        leaves = [leaf for _, leaf in flatten((inputs, targets))[0]]
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        if any(leaf.requires_grad for leaf in tensor_leaves((inputs, targets))):
             raise ArgumentError(
                 "a batch of the source has a tensor that requires grad; give the whole batch as "
                 "tensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,8 +15,15 @@ from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
+from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch import batches
-from pinfeed.training.large_batch.check import Check, compare_with_plain_step
+from pinfeed.training.large_batch.chunked_gradients import (
+    ChunkStream,
+    GradientAccumulator,
+    backward_two_pass,
+)
+from pinfeed.training.large_batch.restored_state import gradient_transaction
+from pinfeed.training.large_batch.step_result import Check, compare_with_plain_step
 from pinfeed.training.large_batch.step_spec import (
     Count,
     Reduction,
@@ -25,42 +33,36 @@ from pinfeed.training.large_batch.step_spec import (
     device_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.strategy_choice import STRATEGIES, StrategyChoice, is_in_chunks
-from pinfeed.training.large_batch.strategy_runner import StrategyOptions, StrategyRunner
+from pinfeed.training.large_batch.strategy_choice import (
+    SOURCE,
+    StrategyChoice,
+    StrategyChooser,
+    is_in_chunks,
+)
+from pinfeed.training.large_batch.whole_steps import WholeSteps
+from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
-from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.training.memory_model.training_step import autocast_context
+from pinfeed.validation.arguments import explain_arguments
 
 
-def _check_arguments(
-    model: Any, loss: Any, options: StrategyOptions, reduction: Any, modules: Any, scaler: Any
-) -> None:
+def _check_arguments(model: Any, loss: Any, reduction: Any, modules: Any, scaler: Any) -> None:
     if isinstance(loss, type):
         raise ArgumentError(
             f"loss={loss.__name__} is a class; expected a function of outputs and targets; give "
             f"loss={loss.__name__}()"
         )
-    config = options.config
-    strategy = options.strategy
-    strategies = ("auto", *STRATEGIES)
-    is_config = config is None or isinstance(config, limits.MemoryLimits)
     are_modules = isinstance(modules, list) and all(isinstance(one, nn.Module) for one in modules)
     is_scaler = not isinstance(scaler, type) and callable(getattr(scaler, "scale", None))
     for name, value, is_valid, expected in (
         ("model", model, isinstance(model, nn.Module), "a torch module"),
         ("loss", loss, callable(loss), "a function of outputs and targets"),
-        ("config", config, is_config, "a pinfeed.Config, or None"),
-        ("strategy", strategy, strategy in strategies, f"one of {str(strategies)[1:-1]}"),
         ("reduction", reduction, reduction in (None, "mean", "sum"), "'mean', 'sum' or None"),
         ("modules", modules, are_modules, "a list of torch modules"),
         ("scaler", scaler, scaler is None or is_scaler, "a torch.amp.GradScaler, or None"),
     ):
         if not is_valid:
             raise ArgumentError(f"{name}={value!r}: expected {expected}")
-    if options.chunk_size is not None:
-        whole_number(options.chunk_size, "chunk_size")
-    check_autocast(options.autocast)
-    check_flag(options.verify, "verify")
 
 
 class BigBatch:
@@ -119,6 +121,10 @@ class BigBatch:
             state. If they differ, ``"auto"`` takes another strategy or raises, and a named
             strategy warns. False skips the comparison.
 
+    Attributes:
+        chosen: Strategy of the last batch; None before the first batch.
+        n_halved: Number of chunks that did not fit in memory and were computed in halves.
+
     Raises:
         ArgumentError: If an argument is invalid.
     """
@@ -141,9 +147,7 @@ class BigBatch:
     ) -> None:
         others: Any = modules
         others = list(others) if isinstance(others, Iterable) else others
-        options = StrategyOptions(config, chunk_size, strategy, autocast, verify)
-        _check_arguments(model, loss, options, reduction, others, scaler)
-        self._options = options
+        _check_arguments(model, loss, reduction, others, scaler)
         self._spec = StepSpec(
             model=model,
             loss=loss,
@@ -153,14 +157,17 @@ class BigBatch:
             context=functools.partial(autocast_context, device_of(model).type, autocast),
             scale=(lambda loss: loss) if scaler is None else scaler.scale,
         )
-        self._runner = StrategyRunner(self._spec, options)
+        self._chooser = StrategyChooser(self._spec, config, chunk_size, strategy, autocast, verify)
+        self._stream = ChunkStream(self._spec)
+        self._whole = WholeSteps(self._spec.device, config)
         self._is_closed = False
+        self.chosen: StrategyChoice | None = None
+        self.n_halved = 0
 
     def __repr__(self) -> str:
-        options = self._options
         return (
             f"<BigBatch: {type(self._spec.model).__name__} on {self._spec.device}, "
-            f"strategy={options.strategy!r}, chunk_size={options.chunk_size}"
+            f"strategy={self._chooser.strategy!r}, chunk_size={self._chooser.chunk_size}"
             f"{', closed' if self._is_closed else ''}>"
         )
 
@@ -173,17 +180,9 @@ class BigBatch:
     def close(self) -> None:
         """End the reader thread and free page-locked memory. Further calls do nothing."""
         self._is_closed = True
-        self._runner.close()
-
-    @property
-    def chosen(self) -> StrategyChoice | None:
-        """Strategy of the last batch; None before the first batch."""
-        return self._runner.chosen
-
-    @property
-    def n_halved(self) -> int:
-        """Number of chunks that did not fit in memory and were computed in halves."""
-        return self._runner.n_halved
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._stream.close)
+            stack.callback(self._whole.close)
 
     def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Add the gradients of a whole batch to the gradients of the parameters.
@@ -210,9 +209,8 @@ class BigBatch:
         if targets is None and batches.is_batch_source(inputs):
             return self._backward_source(inputs)
         inputs, targets = self._checked_batch(inputs, targets)
-        chosen = self._runner.choose(inputs, targets)
-        self._runner.chosen = chosen
-        return self._runner.run(chosen, inputs, targets)
+        self.chosen = self._chooser.choose(inputs, targets)
+        return self._run(self.chosen, inputs, targets)
 
     def check(self, inputs: Any, targets: Any = None, *, chunk_size: int | None = None) -> Check:
         """Compare the gradients of a small batch with those of the plain step.
@@ -239,17 +237,17 @@ class BigBatch:
         self._require_open()
         inputs, targets = self._checked_batch(inputs, targets)
         n = batches.n_samples(inputs)
-        strategy = self._options.strategy
+        strategy = self._chooser.strategy
         if strategy == "auto":
-            strategy = (self.chosen or self._runner.choose(inputs, targets)).strategy
+            strategy = (self.chosen or self._chooser.choose(inputs, targets)).strategy
         size = chunk_size or max(1, n // 3)
-        chosen = self._runner.named(strategy, n, size)  # type: ignore[arg-type]
+        chosen = self._chooser.named(strategy, n, size)  # type: ignore[arg-type]
         whole = to_device((inputs, targets), self._spec.device)
         return compare_with_plain_step(
             self._spec,
             strategy,
             lambda: self._spec.backward_whole(*whole),
-            lambda: self._runner.run(chosen, inputs, targets),
+            lambda: self._run(chosen, inputs, targets),
             is_cut=is_in_chunks(chosen, n),
         )
 
@@ -271,9 +269,9 @@ class BigBatch:
 
     def _backward_source(self, source: Any) -> torch.Tensor:
         """Add the gradients of all batches of an iterable, as those of one batch."""
-        if self._options.strategy not in ("auto", "accumulate"):
+        if self._chooser.strategy not in ("auto", "accumulate"):
             raise ArgumentError(
-                f"strategy={self._options.strategy!r} needs all samples at once, and batches "
+                f"strategy={self._chooser.strategy!r} needs all samples at once, and batches "
                 "arrive one by one; give the whole batch as tensors, or strategy='accumulate'"
             )
         is_feeder = hasattr(source, "batches") or isinstance(source, LoaderFeeder)
@@ -282,7 +280,63 @@ class BigBatch:
             contextlib.nullcontext() if is_feeder else feeder,
             contextlib.closing(batches.input_target_pairs(feeder)) as pairs,
         ):
-            return self._runner.run_source(pairs)
+            first = batches.first_batches(pairs, self._spec.count_terms)
+            if not first:
+                raise ArgumentError("the source yields no batch; expected at least one")
+            self.chosen = self._chooser.choose_for_source(first)
+            chunks = self._source_chunks(itertools.chain(first, pairs), self.chosen.chunk_size)
+            with gradient_transaction(self._spec.parameters):
+                return self._accumulate(chunks, None, SOURCE)
+
+    def _run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
+        """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
+        state = rng_state.capture() if chosen.strategy in ("plain", "two_pass") else {}
+        try:
+            with gradient_transaction(self._spec.parameters):
+                return self._compute(chosen, inputs, targets)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not self._chooser.can_be_cut(chosen):
+                raise
+        release_cached_memory()
+        rng_state.restore(state)
+        self.n_halved += 1
+        self.chosen = self._chooser.smaller(chosen, inputs, targets)
+        return self._run(self.chosen, inputs, targets)
+
+    def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
+        strategy = chosen.strategy
+        size = chosen.chunk_size
+        device = self._spec.device
+        if strategy == "two_pass" and size < batches.n_samples(inputs):
+            chunks = functools.partial(self._stream.chunks, inputs, targets, size)
+            return backward_two_pass(self._spec, chunks, to_device(targets, device))
+        if strategy == "accumulate":
+            total = self._spec.count_terms(inputs, targets)
+            if self._spec.reduction != "mean" or total:
+                key = self._chooser.key_of(inputs, targets)
+                return self._accumulate(self._stream.chunks(inputs, targets, size), total, key)
+            # The batch has no terms, so the plain step decides what its mean is.
+            inputs, targets = batches.slice_samples((inputs, targets), 0, size)
+        with self._whole.context(strategy, self._spec.modules, chosen.device_limit):
+            return self._spec.backward_whole(*to_device((inputs, targets), device))
+
+    def _accumulate(self, chunks: batches.Chunks, total: float | None, key: Any) -> torch.Tensor:
+        accumulator = GradientAccumulator(self._spec)
+        try:
+            # Without closing, an error that the user keeps would keep the loop over chunks running.
+            with contextlib.closing(chunks):
+                return accumulator.run(chunks, total)
+        finally:
+            self.n_halved += accumulator.n_halved
+            if accumulator.n_halved:
+                self._chooser.halve_chunks(key)
+
+    def _source_chunks(self, pairs: Iterable[tuple[Any, Any]], size: int) -> batches.Chunks:
+        for batch in pairs:
+            self._chooser.check_part_of_source(*batch)
+            for samples in batches.split(batch, size):
+                # Tensors are already on the device, but numpy arrays are not.
+                yield self._spec.chunk(*to_device(samples, self._spec.device))
 
     def _require_open(self) -> None:
         if self._is_closed:

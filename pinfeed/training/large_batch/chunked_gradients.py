@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.batches import Chunk, Chunks
+from pinfeed.training.large_batch.restored_state import buffers_of, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec
-from pinfeed.training.large_batch.whole_steps import buffers_of, replayed_buffers
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 
 
@@ -39,10 +40,7 @@ class ChunkStream:
         self._feeder: LoaderFeeder[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        batch = self._batch
-        size = self._size
-        for start in range(0, batches.n_samples(batch), size):
-            yield batches.slice_samples(batch, start, start + size)
+        return batches.split(self._batch, self._size)
 
     def chunks(self, inputs: Any, targets: Any, size: int) -> Chunks:
         """Yield the chunks of a batch, which may be on the host or on the device."""
@@ -52,12 +50,10 @@ class ChunkStream:
         self._size = size
         source: Any = iter(self._feeder)
         try:
-            starts = range(0, batches.n_samples(inputs), size)
-            for start, (x, y) in zip(starts, source, strict=True):
+            for own, (x, y) in zip(batches.split(self._batch, size), source, strict=True):
                 # Terms are counted in the caller's targets, because reading a count from the
                 # device would wait for it.
-                own_targets = batches.slice_samples(targets, start, start + size)
-                yield Chunk(x, y, self._spec.count_terms(x, own_targets))
+                yield Chunk(x, y, self._spec.count_terms(*own))
         finally:
             source.close()
             self._batch = None
@@ -150,15 +146,12 @@ class GradientAccumulator:
             for p, (gradient, version) in zip(wanted, before, strict=True)
             if p.grad is gradient and _version_of(gradient) == version
         ]
-        n = batches.n_samples(chunk.inputs)
-        losses = []
-        for start, stop in ((0, n // 2), (n // 2, n)):
-            x, y = batches.slice_samples(chunk[:2], start, stop)
-            half = Chunk(x, y, self._spec.count_terms(x, y))
-            losses.append(self._backward(half, total, missing))
-        return torch.stack(losses).sum()
+        half = -(-batches.n_samples(chunk.inputs) // 2)
+        halves = (self._spec.chunk(*samples) for samples in batches.split(chunk[:2], half))
+        return torch.stack([self._backward(one, total, missing) for one in halves]).sum()
 
 
+@dataclass(eq=False)
 class RecomputedChunks:
     """The chunks of a batch, each computed once without a graph, and once again with gradients.
 
@@ -168,14 +161,11 @@ class RecomputedChunks:
         modules: Root modules, whose buffers are the same in both passes.
     """
 
-    def __init__(
-        self,
-        chunks: Callable[[], Chunks],
-        compute: Callable[[Any], Any],
-        modules: Sequence[nn.Module],
-    ) -> None:
-        self._chunks = chunks
-        self._compute = compute
+    chunks: Callable[[], Chunks]
+    compute: Callable[[Any], Any]
+    modules: InitVar[Sequence[nn.Module]]
+
+    def __post_init__(self, modules: Sequence[nn.Module]) -> None:
         self._buffers = buffers_of(modules)
         self._random: list[dict[str, Any]] = []
         """State of the random generators before each chunk."""
@@ -183,10 +173,10 @@ class RecomputedChunks:
     def outputs(self) -> Any:
         """Return the outputs of all chunks, without a graph."""
         parts: list[Any] = []
-        with torch.no_grad(), contextlib.closing(self._chunks()) as source:
+        with torch.no_grad(), contextlib.closing(self.chunks()) as source:
             for chunk in source:
                 self._random.append(rng_state.capture())
-                parts.append(self._compute(chunk.inputs))
+                parts.append(self.compute(chunk.inputs))
                 batches.check_output_rows(parts[-1], batches.n_samples(chunk.inputs))
         return batches.concatenate(parts)
 
@@ -201,11 +191,11 @@ class RecomputedChunks:
             torch.enable_grad(),
             rng_state.replayed(self._random[0]),
             replayed_buffers(self._buffers),
-            contextlib.closing(self._chunks()) as source,
+            contextlib.closing(self.chunks()) as source,
         ):
             for chunk, state in zip(source, self._random, strict=True):
                 rng_state.restore(state)
-                outputs = self._compute(chunk.inputs)
+                outputs = self.compute(chunk.inputs)
                 stop = start + batches.n_samples(chunk.inputs)
                 _backward_rows(outputs, gradients, start, stop)
                 start = stop

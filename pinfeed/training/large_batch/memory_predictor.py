@@ -68,8 +68,7 @@ class MemoryPredictor:
             autocast=autocast,
         )
         self.limit = self._host_limit if limit is None else limit
-        specs = [one for one in (self._estimator.inputs, self._estimator.targets) if one]
-        self._ahead_nbytes = _N_AHEAD * sum(sum(one.nbytes) for one in specs)
+        self._ahead_nbytes = _N_AHEAD * sum(self._estimator.sample_nbytes)
         # Normalization needs two samples, because a single one has no variance.
         self._least = 2 if batch_norms(model) else 1
 
@@ -146,16 +145,14 @@ def _two_pass_step(run: StepRun, batch_size: int, chunk_size: int) -> Any:
     size = min(chunk_size, batch_size)
     with torch.no_grad():
         first = run.outputs(run.batch(size)[0])
-        outputs = _outputs_of_batch(first, batch_size, size)
+        outputs = map_tensors(functools.partial(_for_batch, batch_size, size), first)
     leaves, rebuild = flatten(outputs)
     held = [leaf.detach().requires_grad_(leaf.is_floating_point()) for _, leaf in leaves]
     run.backward(run.loss(rebuild(iter(held)), targets))
     for _ in range(2):
         inputs, _ = run.batch(size)
         again = [leaf for _, leaf in flatten(run.outputs(inputs))[0] if leaf.requires_grad]
-        run.tracker.enter("backward")
-        torch.autograd.backward(again, [torch.empty_like(leaf) for leaf in again])
-        run.tracker.label((p.grad for p in run.model.parameters()), "gradients")
+        run.backward(again, [torch.empty_like(leaf) for leaf in again])
     return held, targets
 
 
@@ -165,12 +162,6 @@ def _checkpoint_step(run: StepRun, batch_size: int) -> Any:
         return plain_step(run, batch_size)
 
 
-def _outputs_of_batch(outputs: Any, n: int, size: int) -> Any:
-    """Return empty outputs for ``n`` samples, given the outputs of ``size`` samples."""
-
-    def of_batch(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.ndim:
-            return tensor
-        return tensor.new_empty((len(tensor) * n // size, *tensor.shape[1:]))
-
-    return map_tensors(of_batch, outputs)
+def _for_batch(n: int, size: int, output: torch.Tensor) -> torch.Tensor:
+    """Return an empty output for ``n`` samples, given that of ``size`` samples."""
+    return output.new_empty((len(output) * n // size, *output.shape[1:])) if output.ndim else output

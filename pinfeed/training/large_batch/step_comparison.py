@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,26 +30,23 @@ from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
+from pinfeed.training.large_batch.restored_state import perturbed_parameters
 from pinfeed.training.large_batch.step_result import (
+    ROUNDING,
     StepResult,
+    largest_rounding,
     norm_of,
     number_contexts,
-    perturbed_parameters,
     relative_error,
     run_step,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.large_batch.whole_steps import recomputed
 from pinfeed.training.memory_model.real_steps import is_out_of_memory
-from pinfeed.training.memory_model.tensor_specs import map_tensors
+from pinfeed.training.memory_model.tensor_specs import map_tensors, tensor_leaves
 
 PLAIN_FAILS = "the plain step fails"
 """Beginning of the message for a problem that the plain step has as well."""
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative differences that rounding explains, by dtype.
-
-If a difference is larger, the comparison runs again in float64.
-"""
 _LOSS_FAILS = "the loss fails on some of the samples"
 _CHUNKS_FAIL = "the step fails in chunks of some of the samples"
 _NEGLIGIBLE = 1e-3
@@ -60,12 +57,6 @@ _OUTPUT_BYTES = 16 << 20
 
 Samples = tuple[Any, Any]
 """Inputs and targets."""
-
-
-def largest_rounding(spec: StepSpec, by_dtype: Mapping[torch.dtype, float]) -> float:
-    """Return the largest difference that the rounding of a parameter's dtype explains."""
-    usual = by_dtype[torch.float32]
-    return max((by_dtype.get(p.dtype, usual) for p in spec.parameters), default=usual)
 
 
 class _DifferenceFound(Exception):
@@ -157,8 +148,8 @@ class StepComparison:
 
     def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
         """Compare the loss of many samples, which repeat a few outputs, with those of chunks."""
-        tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
-        n_repeats = max(2, _OUTPUT_BYTES // max(1, sum(leaf.nbytes for leaf in tensors)))
+        nbytes = sum(leaf.nbytes for leaf in tensor_leaves(outputs))
+        n_repeats = max(2, _OUTPUT_BYTES // max(1, nbytes))
         inputs, targets = self._samples_of(self._n * n_repeats)
         rows = torch.arange(batches.n_samples(inputs))
         model = _StoredOutputs(batches.select_samples(outputs, rows % self._n))
@@ -234,9 +225,8 @@ def _backward(strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> torch
     size = min(n - 1, -(-2 * n // 3))
 
     def chunks() -> batches.Chunks:
-        for start in range(0, n, size):
-            x, y = batches.slice_samples((inputs, targets), start, start + size)
-            yield batches.Chunk(x, y, spec.count_terms(x, y))
+        for samples in batches.split((inputs, targets), size):
+            yield spec.chunk(*samples)
 
     if strategy == "two_pass":
         return backward_two_pass(spec, chunks, targets)
@@ -280,16 +270,14 @@ class _StoredOutputs(nn.Module):
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
-        leaves, self._rebuild = flatten(outputs)
-        self._leaves = [
-            nn.Parameter(leaf) if batches.is_differentiable(leaf) else leaf for _, leaf in leaves
-        ]
-        for i, leaf in enumerate(self._leaves):
-            if isinstance(leaf, nn.Parameter):
-                self.register_parameter(f"output{i}", leaf)
+        self._outputs = map_tensors(
+            lambda one: nn.Parameter(one) if batches.is_differentiable(one) else one, outputs
+        )
+        leaves = tensor_leaves(self._outputs)
+        self.stored = nn.ParameterList(one for one in leaves if isinstance(one, nn.Parameter))
 
     def forward(self, rows: torch.Tensor) -> Any:
-        return batches.select_samples(self._rebuild(iter(self._leaves)), rows)
+        return batches.select_samples(self._outputs, rows)
 
 
 def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:

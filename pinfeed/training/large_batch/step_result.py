@@ -9,138 +9,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
+from pinfeed.training.large_batch.restored_state import State, gradients_set_aside, state_on_copies
+from pinfeed.training.large_batch.step_spec import StepSpec
 
-_SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative differences that rounding explains, by dtype.
 
-
-State = dict[str, Any]
-"""Copies of buffers or of attributes of modules, by name."""
-
-
-@contextlib.contextmanager
-def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[State, State]]]:
-    """Let modules change copies of their state, and restore the originals at the end.
-
-    Lists, dicts and other objects that a module keeps are not copied.
-
-    Args:
-        modules: Root modules, whose children are included.
-
-    Yields:
-        A function that returns the current buffers and attributes.
-    """
-    every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
-    originals = [(one, dict(one._buffers), dict(vars(one))) for _, one in every.values()]
-    objects = [value for _, one in every.values() for value in vars(one).values()]
-    generators = [(one, one.get_state()) for one in objects if isinstance(one, torch.Generator)]
-    for module, buffers, _ in originals:
-        module._buffers.update(_copies(buffers))
-        vars(module).update(_copies(_attributes(module)))
-
-    def state() -> tuple[State, State]:
-        buffers: State = {}
-        attributes: State = {}
-        for name, module in every.values():
-            prefix = f"{name}." if name else ""
-            buffers |= _copies(module._buffers, prefix)
-            attributes |= _copies(_attributes(module), prefix)
-        return buffers, attributes
-
-    try:
-        yield state
-    finally:
-        for module, buffers, attributes in originals:
-            for owned, before in ((module._buffers, buffers), (vars(module), attributes)):
-                owned.update(before)
-                for key in owned.keys() - before.keys():
-                    del owned[key]
-        for generator, numbers in generators:
-            generator.set_state(numbers)
-
-
-@contextlib.contextmanager
-def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
-    """Let modules compute with slightly different parameters, and restore the originals at the end.
-
-    Yields:
-        A function that returns the name of a parameter that was written in the block, or "".
-    """
-    # The forward pass of a table with max_norm rescales rows with a larger norm, which gives the
-    # same result in chunks.
-    renormalized = {
-        id(one.weight)
-        for root in modules
-        for one in root.modules()
-        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
-    }
-    every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
-    originals = [(name, p, p.data) for key, (name, p) in every.items() if key not in renormalized]
-
-    def perturbed(i: int) -> torch.Tensor:
-        data = originals[i][2]
-        scale = 1 + 0.01 * random.Random(i).random()
-        return data * scale if data.is_floating_point() else data.clone()
-
-    for i, (_, p, _) in enumerate(originals):
-        p.data = perturbed(i)
-    try:
-        yield lambda: next(
-            (name for i, (name, p, _) in enumerate(originals) if not p.data.equal(perturbed(i))), ""
-        )
-    finally:
-        for _, p, data in originals:
-            p.data = data
-
-
-@contextlib.contextmanager
-def in_float64(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let modules compute in float64, and restore their parameters and state at the end.
-
-    The modules themselves are changed, not copies, because a loss may refer to them.
-    """
-    parameters = [p for module in modules for p in module.parameters()]
-    originals = [p.data for p in parameters]
-    with gradients_set_aside(parameters), state_on_copies(modules):
-        try:
-            for module in modules:
-                module.double()
-            yield
-        finally:
-            for p, data in zip(parameters, originals, strict=True):
-                p.data = data
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own attributes that are tensors or simple values."""
-    return {
-        key: value
-        for key, value in module.__dict__.items()
-        if key not in _MODULE_ATTRIBUTES
-        and isinstance(value, (torch.Tensor, *_SIMPLE_TYPES))
-        and not isinstance(value, nn.Parameter)
-    }
-
-
-def _copies(values: Mapping[str, Any], prefix: str = "") -> State:
-    return {
-        f"{prefix}{key}": value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in values.items()
-    }
+If a difference is larger, the comparison runs again in float64.
+"""
+_BATCH_ROUNDING = {**ROUNDING, torch.float32: 1e-4}
+"""The same for ``Check``; sums over a batch of any size round more."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +132,99 @@ def relative_error(one: Any, other: Any, size: float | None = None) -> float:
         size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (one, other))
     error = difference / (size or 1.0)
     return math.inf if math.isnan(error) else error
+
+
+def largest_rounding(spec: StepSpec, by_dtype: Mapping[torch.dtype, float]) -> float:
+    """Return the largest difference that the rounding of a parameter's dtype explains."""
+    usual = by_dtype[torch.float32]
+    return max((by_dtype.get(p.dtype, usual) for p in spec.parameters), default=usual)
+
+
+@dataclass(frozen=True, repr=False)
+class Check:
+    """Differences between a strategy and the plain step; ``str(check)`` is a sentence.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> with pinfeed.BigBatch(model, torch.nn.MSELoss(), chunk_size=64) as big_batch:
+        ...     check = big_batch.check(torch.randn(9, 8), torch.randn(9, 1))
+        >>> bool(check)
+        True
+
+    Attributes:
+        strategy: The strategy that was compared.
+        gradient_error: Norm of the difference of all gradients, relative to their norm.
+        loss_error: Difference of the losses, relative to the loss.
+        buffer_error: Largest norm of the difference of a buffer (such as running statistics),
+            relative to the buffer's norm.
+        is_exact: Whether all differences are no more than rounding; ``bool(check)`` is the same.
+        has_fixed_numbers: Whether torch returned fixed random numbers in both steps, because chunks
+            draw others than the whole batch.
+    """
+
+    strategy: str
+    gradient_error: float
+    loss_error: float
+    buffer_error: float
+    is_exact: bool
+    has_fixed_numbers: bool
+
+    def __bool__(self) -> bool:
+        return self.is_exact
+
+    def __repr__(self) -> str:
+        verdict = "equal except for rounding" if self.is_exact else "NOT equal"
+        errors = (
+            f"gradients {self.gradient_error:.1e}, loss {self.loss_error:.1e}, "
+            f"buffers {self.buffer_error:.1e}"
+        )
+        fixed = ", with fixed random numbers" if self.has_fixed_numbers else ""
+        return f"{self.strategy} and the plain step{fixed}: {verdict} ({errors})"
+
+
+def compare_with_plain_step(
+    spec: StepSpec,
+    strategy: str,
+    plain: Callable[[], torch.Tensor],
+    other: Callable[[], torch.Tensor],
+    *,
+    is_cut: bool,
+) -> Check:
+    """Run two steps from the same state and compare them.
+
+    The model, its gradients and the random generators do not change.
+
+    Args:
+        spec: The model and the loss.
+        strategy: Name of the strategy, for the result.
+        plain: Runs the plain step and returns its loss.
+        other: Runs the step of the strategy and returns its loss.
+        is_cut: Whether the strategy computes chunks, which draw other random numbers.
+
+    Raises:
+        ArgumentError: If chunks draw random numbers that cannot be fixed.
+    """
+    state = rng_state.capture()
+    drawn = run_step(spec, plain, state).drawn if is_cut else set()
+    checks = []
+    for context in number_contexts(drawn):
+        with context():
+            want, got = (run_step(spec, compute, state) for compute in (plain, other))
+        errors = _errors_of(want, got)
+        is_exact = max(errors) <= largest_rounding(spec, _BATCH_ROUNDING)
+        checks.append(Check(strategy, *errors, is_exact, has_fixed_numbers=bool(drawn)))
+    # The first one that is not exact, if there is one.
+    return min(checks, key=bool)
+
+
+def _errors_of(want: StepResult, got: StepResult) -> tuple[float, float, float]:
+    """Return the relative errors of gradients, loss and buffers."""
+    gradients = zip(want.gradients, got.gradients, strict=True)
+    difference = math.hypot(*(relative_error(one, other, 1.0) for one, other in gradients))
+    size = math.hypot(*map(norm_of, want.gradients))
+    buffers = (relative_error(value, got.buffers[name]) for name, value in want.buffers.items())
+    loss_error = relative_error(want.loss, got.loss)
+    return difference / (size or 1.0), loss_error, max(buffers, default=0.0)
 
 
 _RANGE_ENDS = (0.98, 0.02)

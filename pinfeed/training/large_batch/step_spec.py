@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,8 +14,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pinfeed.errors import ArgumentError
-from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.batches import n_samples
+from pinfeed.training.large_batch.batches import Chunk, n_samples
+from pinfeed.training.memory_model.tensor_specs import tensor_leaves
 from pinfeed.training.memory_model.training_step import call_model
 
 Reduction = Literal["mean", "sum"]
@@ -99,10 +98,9 @@ def count_of(loss: Any) -> Count:
     weight = options.get("weight", getattr(known, "weight", None)) if has_classes else None
 
     def count(targets: Any) -> Any:
-        leaves = [leaf for _, leaf in flatten(targets)[0] if isinstance(leaf, torch.Tensor)]
-        if not leaves:
+        first = next(tensor_leaves(targets), None)
+        if first is None:
             return 0
-        first = leaves[0]
         if has_elements:
             return first.numel()
         # torch's other losses, neither of classes nor of elements, count samples.
@@ -179,38 +177,15 @@ class StepSpec:
         """Return the number of terms in the loss of some samples."""
         return float(n_samples(inputs) if targets is None else self.count(targets))
 
+    def chunk(self, inputs: Any, targets: Any) -> Chunk:
+        """Return some samples with the number of terms in their loss."""
+        return Chunk(inputs, targets, self.count_terms(inputs, targets))
+
     def backward_whole(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of the whole batch in one backward pass, and return its loss."""
         loss = self.forward(inputs, targets)
         self.scale(loss).backward()
         return loss.detach()
-
-
-@contextlib.contextmanager
-def gradients_set_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Clear the gradients for the block, and restore those of the caller at its end."""
-    before = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in zip(parameters, before, strict=True):
-            p.grad = gradient
-
-
-@contextlib.contextmanager
-def gradient_transaction(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Add the gradients that the block computes; if the block raises, restore all gradients.
-
-    Within the block the parameters have no gradients.
-    """
-    with gradients_set_aside(parameters):
-        yield
-        computed = [p.grad for p in parameters]
-    for p, gradient in zip(parameters, computed, strict=True):
-        if gradient is not None:
-            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -15,9 +15,14 @@ from torch import nn
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import n_samples, sample_shapes_and_dtypes, select_samples
+from pinfeed.training.large_batch.restored_state import (
+    gradients_set_aside,
+    in_float64,
+    restored,
+    restored_attribute,
+)
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
-from pinfeed.training.large_batch.step_result import in_float64
-from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
@@ -142,7 +147,9 @@ def _find_difference(
         if not problem or (error > _MAY_BE_ROUNDING and not needs_autocast):
             return problem, own.has_drawn
     with contextlib.suppress(Exception), in_float64(spec.modules):
-        wide = StepComparison(spec, strategy, _in_float64(samples), n)
+        wide = StepComparison(
+            spec, strategy, lambda most: map_tensors(_in_float64, samples(most)), n
+        )
         found = wide.difference()[0]
         if not found.startswith(PLAIN_FAILS) and (wide.has_loss or not own.has_loss):
             return found, wide.has_drawn
@@ -193,30 +200,21 @@ def _dense_rows(batch: Any) -> Iterator[torch.Tensor]:
             yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]
 
 
-def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
-    """Return a function that returns the same samples in float64."""
-
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    return lambda most: map_tensors(wide, samples(most))
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @contextlib.contextmanager
 def _full_precision(device_type: str) -> Iterator[None]:
     """Compute in float32 without TF32, because TF32's rounding depends on the batch size."""
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = []
-    # If the program has used newer settings, torch refuses these, and the newer ones stay.
-    with contextlib.suppress(RuntimeError):
-        for setting in settings if device_type == "cuda" else ():
-            before.append((setting, setting.allow_tf32))
-            setting.allow_tf32 = False
-    try:
+    with contextlib.ExitStack() as stack:
+        # If the program has used newer settings, torch refuses these, and the newer ones stay.
+        with contextlib.suppress(RuntimeError):
+            for setting in settings if device_type == "cuda" else ():
+                stack.enter_context(restored_attribute([setting], "allow_tf32"))
+                setting.allow_tf32 = False
         yield
-    finally:
-        for setting, is_allowed in before:
-            setting.allow_tf32 = is_allowed
 
 
 def _hooks_of(p: nn.Parameter) -> list[dict[int, Any]]:
@@ -232,11 +230,8 @@ def _name_of_hooked_parameter(spec: StepSpec) -> str:
 @contextlib.contextmanager
 def _without_hooks(spec: StepSpec) -> Iterator[None]:
     """Run no hooks of parameters, which may be those of an optimizer in the backward pass."""
-    every = [(hooks, dict(hooks)) for p in spec.parameters for hooks in _hooks_of(p)]
-    for hooks, _ in every:
-        hooks.clear()
-    try:
+    every = [hooks for p in spec.parameters for hooks in _hooks_of(p)]
+    with restored(every):
+        for hooks in every:
+            hooks.clear()
         yield
-    finally:
-        for hooks, kept in every:
-            hooks.update(kept)

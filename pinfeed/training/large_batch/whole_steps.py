@@ -19,13 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
+from pinfeed.training.large_batch.restored_state import buffers_of, replayed_buffers
 from pinfeed.training.offload.offload import Offload
 
 _LEAST_PARTS = 2
 """Smallest number of parts of a container; recomputing fewer saves no memory."""
-
-Buffers = list[tuple[nn.Module, dict[str, Any]]]
-"""Modules, and copies of their buffers by name."""
 
 
 class WholeSteps:
@@ -82,7 +80,7 @@ def recomputed(model: nn.Module) -> Iterator[None]:
                 _replace_forward(container, functools.partial(_in_segments, container), changed)
             else:
                 for block in container.children():
-                    forward = functools.partial(_checkpointed, [block], block.forward)
+                    forward = functools.partial(_checkpointed, block, block.forward)
                     _replace_forward(block, forward, changed)
         yield
     finally:
@@ -124,51 +122,16 @@ def _in_segments(sequential: nn.Sequential, x: Any) -> Any:
     n_segments = max(1, round(math.sqrt(len(modules))))
     size = -(-len(modules) // n_segments)
     for i in range(0, len(modules), size):
-        segment = modules[i : i + size]
-        x = _checkpointed(segment, functools.partial(_one_by_one, segment), x)
+        segment = nn.Sequential(*modules[i : i + size])
+        x = _checkpointed(segment, segment.forward, x)
     return x
 
 
-def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
-    for module in modules:
-        x = module(x)
-    return x
-
-
-def _checkpointed(
-    modules: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Run ``forward``, and let the backward pass run it again from the same buffers."""
-    before = buffers_of(modules)
+def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward pass, and let the backward pass run it again from the same buffers."""
+    before = buffers_of([module])
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return contextlib.nullcontext(), replayed_buffers(before)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def buffers_of(modules: Sequence[nn.Module]) -> Buffers:
-    """Copy all buffers: running statistics, vectors of a power iteration, counters."""
-    every = {id(one): one for module in modules for one in module.modules() if one._buffers}
-    return [(one, _copies(one._buffers)) for one in every.values()]
-
-
-@contextlib.contextmanager
-def replayed_buffers(before: Buffers) -> Iterator[None]:
-    """Run a computation again from the buffers ``before``, without a lasting effect on buffers.
-
-    The block works on copies. At its end, the buffers have the values from its beginning, which
-    are those that the first computation left.
-    """
-    now = [dict(module._buffers) for module, _ in before]
-    for module, values in before:
-        module._buffers.update(_copies(values))
-    try:
-        yield
-    finally:
-        for (module, _), buffers in zip(before, now, strict=True):
-            module._buffers.update(buffers)
-
-
-def _copies(buffers: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value is None else value.clone() for name, value in buffers.items()}

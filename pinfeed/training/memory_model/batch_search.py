@@ -8,11 +8,12 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from pinfeed.errors import EstimateError, NotEnoughGPUMemory
-from pinfeed.memory import limits
+from pinfeed.memory.limits import DEFAULT_DEPTH, MOST_ROWS
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.memory.units import GiB, human
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
@@ -28,6 +29,9 @@ from pinfeed.training.memory_model.report import (
     refusal,
 )
 
+if TYPE_CHECKING:
+    from pinfeed.training.memory_model.config import Config
+
 logger = logging.getLogger("pinfeed")
 
 _HEAP_SHARE = 0.08
@@ -40,24 +44,16 @@ class BatchSearch:
 
     Attributes:
         estimator: Training step, whose memory it estimates.
+        config: Bounds of the batch size, the depth and the caches of tables.
         cpu_limit: Limit of host memory, in bytes.
         gpu_limit: Limit of device memory, in bytes; None on the CPU, and for the free memory of a
             GPU that is measured.
-        one_read_count: Samples per read; the batch size is a multiple of it.
-        preferred_batch_size: Upper bound of the batch size; None for no preference.
-        total_sample_count: Reads per epoch; None if unknown.
-        depth: Number of prefetched batches.
-        device_cache: Bytes of the caches of tables.
     """
 
     estimator: StepEstimator
+    config: Config
     cpu_limit: int
     gpu_limit: int | None
-    one_read_count: int
-    preferred_batch_size: int | None
-    total_sample_count: int | None
-    depth: int
-    device_cache: int
 
     def estimated(self) -> Budget:
         """Return the budget of the largest batch that fits by estimates.
@@ -67,28 +63,29 @@ class BatchSearch:
         """
 
         def share(n_reads: int) -> float:
-            budget = self.at(max(n_reads * self.one_read_count, self._least))
+            budget = self.at(max(n_reads * one_read, self._least))
             gpu_share = budget.gpu_bytes / (self.gpu_limit or math.inf)
             return max(budget.cpu_bytes / self.cpu_limit, gpu_share)
 
+        one_read = self.config.one_read_count
         n_reads = largest_that_fits(share, 1.0, self._most_reads)
         if not n_reads:
             raise refusal(self.at(self._least), self._least)
-        return self.at(n_reads * self.one_read_count)
+        return self.at(n_reads * one_read)
 
-    def measured(self, device: torch.device, headroom: float, *, enforce: bool) -> Budget:
+    def measured(self, device: torch.device) -> Budget:
         """Return the budget of the largest batch whose steps ran on the GPU within the limits.
 
         Args:
             device: The GPU, with its index.
-            headroom: Share of the free memory that stays unused without a limit.
-            enforce: Whether torch's allocator keeps to the limit from then on.
 
         Raises:
             BudgetError: If not even the samples of one read fit.
         """
         begin = time.perf_counter()
-        one_read = self.one_read_count
+        one_read = self.config.one_read_count
+        enforce = self.config.enforce
+        headroom = self.config.headroom
         probe = GPUProbe(self.estimator, device, self.gpu_limit, headroom, self._ahead_bytes)
         n_reads = largest_that_fits(
             lambda n: self._feeder(n * one_read).host_bytes, self.cpu_limit, self._most_reads
@@ -102,7 +99,7 @@ class BatchSearch:
                 f"a step of {counted(one_read, 'sample')} ran out of memory; gpu_memory_limit is "
                 f"{human(probe.limit)} ({probe.limit} bytes), of which CUDA, libraries and other "
                 f"tensors take {human(probe.other_bytes)}; raise gpu_memory_limit, or lower depth "
-                f"(now {self.depth}), or train in chunks or with checkpoints (BigBatch)"
+                f"(now {self._depth}), or train in chunks or with checkpoints (BigBatch)"
             )
         budget = self._budget(found.step, found.other_bytes, probe.limit)
         note = (
@@ -125,23 +122,24 @@ class BatchSearch:
 
     def _feeder(self, batch_size: int) -> Plan:
         is_on_gpu = self.estimator.device == "cuda"
-        parts = [PartSize(nbytes, is_staged=is_on_gpu) for nbytes in self._part_bytes(batch_size)]
-        schedule = PrefetchSchedule(self.depth)
+        sizes = [batch_size * nbytes for nbytes in self.estimator.sample_nbytes]
+        parts = [PartSize(nbytes, is_staged=is_on_gpu) for nbytes in sizes]
+        schedule = PrefetchSchedule(self._depth)
         items = loop_allocations(parts, batch_size, schedule, unified=not is_on_gpu)
-        if self.device_cache:
+        if self.config.device_cache:
             place: Place = "device" if is_on_gpu else "host"
-            items.append(Allocation(CACHES, place, 1, self.device_cache))
+            items.append(Allocation(CACHES, place, 1, self.config.device_cache))
         route: Route = "staged" if is_on_gpu else "direct"
-        return Plan(batch_size, self.depth, route, tuple(items))
+        return Plan(batch_size, self._depth, route, tuple(items))
 
     def _ahead_bytes(self, batch_size: int) -> int:
         """Return the bytes of the feeder on the device, besides the batch of the step."""
-        return self._feeder(batch_size).device_bytes - sum(self._part_bytes(batch_size))
+        batch_nbytes = batch_size * sum(self.estimator.sample_nbytes)
+        return self._feeder(batch_size).device_bytes - batch_nbytes
 
-    def _part_bytes(self, batch_size: int) -> list[int]:
-        """Return the bytes of each tensor of a batch."""
-        specs = [spec for spec in (self.estimator.inputs, self.estimator.targets) if spec]
-        return [batch_size * nbytes for spec in specs for nbytes in spec.nbytes]
+    @property
+    def _depth(self) -> int:
+        return DEFAULT_DEPTH if self.config.depth is None else self.config.depth
 
     @property
     def _most_reads(self) -> int:
@@ -150,17 +148,20 @@ class BatchSearch:
         Without a preferred size, a small model on a large machine would get a batch that is too
         large for training.
         """
-        preferred = self.preferred_batch_size or limits.MOST_ROWS
-        bounds = (max(1, preferred // self.one_read_count), self.total_sample_count)
-        return min(MOST_SAMPLES // self.one_read_count, *(one for one in bounds if one is not None))
+        one_read = self.config.one_read_count
+        preferred = self.config.preferred_batch_size or MOST_ROWS
+        most = min(MOST_SAMPLES // one_read, max(1, preferred // one_read))
+        n_reads = self.config.total_sample_count
+        return most if n_reads is None else min(most, n_reads)
 
     @functools.cached_property
     def _least(self) -> int:
         """Smallest batch size to try: 2 if the model refuses one sample (batch normalization)."""
-        may_be_two = self.preferred_batch_size != 1 and self.total_sample_count != 1
-        if self.one_read_count == 1 and may_be_two:
+        config = self.config
+        may_be_two = config.preferred_batch_size != 1 and config.total_sample_count != 1
+        if config.one_read_count == 1 and may_be_two:
             try:
                 self.estimator.at(1)
             except EstimateError:
                 return 2
-        return self.one_read_count
+        return config.one_read_count

@@ -14,7 +14,7 @@ from pinfeed.devices.cuda import check_gpu
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes, return_large_blocks
-from pinfeed.memory.limits import DEFAULT_DEPTH, n_batches
+from pinfeed.memory.limits import n_batches
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.tensors.argument_types import DTypeLike, Shapes
 from pinfeed.training.memory_model.batch_search import BatchSearch
@@ -164,7 +164,7 @@ class Config(limits.MemoryLimits):
         Raises:
             ArgumentError: If there is no model.
         """
-        return n_batches(self._depth) * self.batch_size
+        return n_batches(self.budget.feeder.depth) * self.batch_size
 
     @functools.cached_property
     def budget(self) -> Budget:
@@ -184,7 +184,7 @@ class Config(limits.MemoryLimits):
                 return_large_blocks()
             return found
         gpu = torch.device("cuda", check_gpu(chosen_device(self.device).index))
-        return self._search.measured(gpu, self.headroom, enforce=self.enforce)
+        return self._search.measured(gpu)
 
     def for_feeder(self) -> limits.MemoryLimits:
         """Return the limits that the training step leaves for the feeder, and the batch size."""
@@ -201,7 +201,7 @@ class Config(limits.MemoryLimits):
             cpu_memory_limit=cpu_limit,
             gpu_memory_limit=gpu_limit,
             preferred_batch_size=budget.batch_size,
-            depth=self._depth,
+            depth=budget.feeder.depth,
         )
 
     @property
@@ -216,13 +216,22 @@ class Config(limits.MemoryLimits):
         """Whether the step runs on a GPU of this machine."""
         return self._kind == "cuda" and torch.cuda.is_available()
 
-    @property
-    def _depth(self) -> int:
-        return DEFAULT_DEPTH if self.depth is None else self.depth
-
     @functools.cached_property
     def _search(self) -> BatchSearch:
-        cpu_limit, gpu_limit = self._limits()
+        free = free_host_bytes()
+        gpu_limit = None
+        if self._kind == "cpu":
+            # The estimate includes the model, so the memory that the model takes already counts as
+            # free.
+            free += bytes_on_device(self.model, torch.device("cpu"))
+        elif self.gpu_memory_limit is not None or self._is_measured:
+            # None is the free memory of a GPU of this machine, which is measured.
+            gpu_limit = self.gpu_memory_limit
+        else:
+            raise ArgumentError(
+                f"device={self.device!r}: free GPU memory is unknown, because this machine has no "
+                f"GPU; give gpu_memory_limit, such as pinfeed.{GiB.__name__}(8)"
+            )
         targets = None
         if self.output_shape is not None:
             targets = samples_of(self.output_shape, self.output_dtype, "output")
@@ -235,33 +244,7 @@ class Config(limits.MemoryLimits):
             device=self._kind,
             autocast=self.autocast,
         )
-        return BatchSearch(
-            estimator,
-            cpu_limit,
-            gpu_limit,
-            self.one_read_count,
-            self.preferred_batch_size,
-            self.total_sample_count,
-            self._depth,
-            self.device_cache or 0,
-        )
-
-    def _limits(self) -> tuple[int, int | None]:
-        """Return the limits of the host and of the GPU; the latter is None for the CPU.
-
-        It is also None for the free memory of a GPU of this machine, which is measured.
-        """
-        free = free_host_bytes()
-        if self._kind == "cpu":
-            # The estimate includes the model, so the memory that the model takes already counts as
-            # free.
-            return self.host_limit(free + bytes_on_device(self.model, torch.device("cpu"))), None
-        if self.gpu_memory_limit is None and not self._is_measured:
-            raise ArgumentError(
-                f"device={self.device!r}: free GPU memory is unknown, because this machine has no "
-                f"GPU; give gpu_memory_limit, such as pinfeed.{GiB.__name__}(8)"
-            )
-        return self.host_limit(free), self.gpu_memory_limit
+        return BatchSearch(estimator, self, self.host_limit(free), gpu_limit)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy keeps the budget, because another process must not measure again.

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors.argument_types import DTypeLike, Shapes
 from pinfeed.training.memory_model.real_steps import peak_of_gradients
 from pinfeed.training.memory_model.report import Kind, StepMemory, count_parameters
-from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, peak_of
-from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
+from pinfeed.training.memory_model.storage_tracker import StorageTracker, peaks_of
+from pinfeed.training.memory_model.tensor_specs import samples_of
 from pinfeed.training.memory_model.training_step import (
     Step,
     StepRun,
     TrainingStep,
-    copies_without_data,
+    copies,
     plain_step,
     state_tensors,
+    tensors_of,
 )
 from pinfeed.validation.arguments import whole_number
 
@@ -39,13 +41,6 @@ KINDS = (
 )
 _PHASE_KINDS = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 """Kind of the memory that a phase allocates, until ``label`` changes it."""
-_PHASES = {
-    "parameters": "setting up the model and the optimizer",
-    "batch": "making the batch",
-    "forward": "the forward pass",
-    "backward": "the backward pass",
-}
-"""Descriptions of phases in errors; other phases have their own names."""
 _N_STEPS = 2
 """Number of steps to run; the state of the optimizer exists from the end of the first step on."""
 MOST_SAMPLES = 1 << 40
@@ -117,6 +112,30 @@ def estimate(
     ).at(batch_size)
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """Memory that was counted in steps on tensors without data.
+
+    Attributes:
+        peaks: Bytes of each kind at the peak of each phase.
+        n_samples: Samples of the largest forward pass.
+        n_parameters: Elements of the parameters that require gradients, and of the other ones.
+    """
+
+    peaks: dict[str, dict[str, int]]
+    n_samples: int
+    n_parameters: tuple[int, int]
+
+    def phases(self, temporary: int = 0) -> dict[str, int]:
+        """Return the peak of each phase; both passes also take ``temporary`` bytes."""
+        further = dict.fromkeys(("forward", "backward"), temporary)
+        return {
+            phase: sum(kinds.values()) + further.get(phase, 0)
+            for phase, kinds in self.peaks.items()
+        }
+
+
+@dataclass(eq=False)
 class StepEstimator(TrainingStep):
     """Training step whose memory is predicted, at any batch size.
 
@@ -126,29 +145,20 @@ class StepEstimator(TrainingStep):
         ArgumentError: If ``model``, ``device`` or ``autocast`` is invalid.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        inputs: SampleSpec,
-        targets: SampleSpec | None,
-        *,
-        device: Kind = "cuda",
-        **options: Any,
-    ) -> None:
-        if device not in ("cuda", "cpu"):
-            raise ArgumentError(f"device={device!r}: expected 'cuda' or 'cpu'")
-        super().__init__(model, inputs, targets, **options)
-        self.device = device
+    device: Kind = field(default="cuda", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cuda", "cpu"):
+            raise ArgumentError(f"device={self.device!r}: expected 'cuda' or 'cpu'")
         self._notes: list[str] = []
-        self._estimates: dict[tuple[int, Step], StepMemory] = {}
-        self._plain_peaks: dict[int, Peak] = {}
-        """Counted peaks of plain steps, by the number of samples."""
+        self._counted: dict[tuple[int, Step], _Counted] = {}
         self._measured: dict[int, int] = {}
         """Bytes of real steps that were not counted, by the number of samples."""
-        if options.get("loss") is None:
+        if self.loss is None:
             self._notes.append("loss=None: the estimate uses the sum of the outputs as the loss")
-        if options.get("optimizer") is None:
+        if self.optimizer is None:
             self._notes.append("optimizer=None: the estimate uses AdamW")
+        super().__post_init__()
 
     def at(self, batch_size: int, step: Step = plain_step) -> StepMemory:
         """Return the estimate for a batch of ``batch_size`` samples.
@@ -158,27 +168,22 @@ class StepEstimator(TrainingStep):
             EstimateError: If the step cannot run on tensors without data.
         """
         batch_size = whole_number(batch_size, "batch_size", most=MOST_SAMPLES)
-        if (batch_size, step) not in self._estimates:
-            self._estimates[batch_size, step] = self._estimate(batch_size, step)
-        return self._estimates[batch_size, step]
-
-    def _estimate(self, batch_size: int, step: Step) -> StepMemory:
-        tracker, n_parameters = self._count(batch_size, step)
+        counted = self._count(batch_size, step)
         temporary = 0
         note = _RANGE
         if self.device == "cpu":
-            if step is plain_step:
-                # A second count of the same step would take as long as the first.
-                self._plain_peaks[batch_size] = peak_of(tracker, _ROUND["cpu"])
-            temporary, note = self._temporary_bytes(tracker.n_samples)
-        peak = peak_of(tracker, _ROUND[self.device], temporary)
+            temporary, note = self._temporary_bytes(counted.n_samples)
+        phases = counted.phases(temporary)
+        largest = max(phases, key=phases.__getitem__)
         breakdown = dict.fromkeys(KINDS, 0)
-        for kind, nbytes in peak.kinds.items():
+        for kind, nbytes in counted.peaks[largest].items():
             breakdown[_PHASE_KINDS.get(kind, kind)] += nbytes
+        # Temporary memory of operations is not counted.
+        breakdown["temporary"] += phases[largest] - sum(breakdown.values())
         if self.device == "cuda":
             breakdown["workspace"] = _WORKSPACE_BYTES
-        phases = {name: nbytes for name, nbytes in peak.phases.items() if name in _PHASE_KINDS}
-        return StepMemory(batch_size, breakdown, phases, n_parameters, (*self._notes, note))
+        shown = {name: nbytes for name, nbytes in phases.items() if name in _PHASE_KINDS}
+        return StepMemory(batch_size, breakdown, shown, counted.n_parameters, (*self._notes, note))
 
     def _temporary_bytes(self, n_samples: int) -> tuple[int, str]:
         """Return the temporary memory of a forward and a backward pass on the CPU, and a note.
@@ -197,13 +202,12 @@ class StepEstimator(TrainingStep):
 
     def _measure(self, n_samples: int) -> tuple[int, int]:
         """Return the samples of a real step, and its bytes that were not counted."""
-        peak = self._plain_peak(n_samples)
-        activations = max(1, peak.kinds.get("forward", 0))
-        most = max(2, _MOST_MEASURED_BYTES * n_samples // activations)
+        peak = max(self._count(n_samples).peaks.values(), key=lambda kinds: sum(kinds.values()))
+        most = max(2, _MOST_MEASURED_BYTES * n_samples // max(1, peak.get("forward", 0)))
         # Few sizes are measured, because a search for the largest batch estimates many.
         size = 1 << (min(n_samples, most).bit_length() - 1)
         if size not in self._measured:
-            phases = self._plain_peak(size).phases
+            phases = self._count(size).phases()
             counted = max(phases["forward"], phases["backward"])
             # An LSTM takes several times the memory that is counted.
             if 4 * counted > free_host_bytes():
@@ -211,33 +215,28 @@ class StepEstimator(TrainingStep):
             self._measured[size] = max(0, peak_of_gradients(self, size) - counted)
         return size, self._measured[size]
 
-    def _plain_peak(self, n_samples: int) -> Peak:
-        """Return the counted peak of a plain step, without temporary memory."""
-        if n_samples not in self._plain_peaks:
-            tracker = self._count(n_samples, plain_step)[0]
-            self._plain_peaks[n_samples] = peak_of(tracker, _ROUND["cpu"])
-        return self._plain_peaks[n_samples]
+    def _count(self, batch_size: int, step: Step = plain_step) -> _Counted:
+        """Count the memory of steps on tensors without data, once for each size and step."""
+        key = batch_size, step
+        if key not in self._counted:
+            tracker = StorageTracker()
+            try:
+                with _silent_fake_tensors():
+                    self._counted[key] = self._run(tracker, batch_size, step)
+            except (ArgumentError, EstimateError):
+                raise
+            except Exception as error:
+                if "UninitializedParameter" in str(error):
+                    raise ArgumentError(
+                        f"model={self.model!r} makes a lazy module, which has uninitialized "
+                        "parameters; expected parameters with known shapes; use modules that are "
+                        "not lazy"
+                    ) from error
+                raise EstimateError(self._refusal(error, batch_size, tracker.activity)) from error
+        return self._counted[key]
 
-    def _count(self, batch_size: int, step: Step) -> tuple[StorageTracker, tuple[int, int]]:
-        """Run steps on tensors without data; return what was counted, and parameters."""
-        tracker = StorageTracker()
-        try:
-            with _silent_fake_tensors():
-                n_parameters = self._run(tracker, batch_size, step)
-        except (ArgumentError, EstimateError):
-            raise
-        except Exception as error:
-            if "UninitializedParameter" in str(error):
-                raise ArgumentError(
-                    f"model={self.model!r} makes a lazy module, which has uninitialized "
-                    "parameters; expected parameters with known shapes; use modules that are not "
-                    "lazy"
-                ) from error
-            phase = tracker.marks[-1][1] if tracker.marks else "beginning"
-            raise EstimateError(self._refusal(error, batch_size, phase)) from error
-        return tracker, n_parameters
-
-    def _run(self, tracker: StorageTracker, batch_size: int, step: Step) -> tuple[int, int]:
+    def _run(self, tracker: StorageTracker, batch_size: int, step: Step) -> _Counted:
+        """Run steps on tensors without data."""
         # This import is here, because it takes a second.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -248,8 +247,10 @@ class StepEstimator(TrainingStep):
         with mode, tracker, warnings.catch_warnings(), torch.enable_grad():
             # Such a copy reads addresses, and torch warns about that although it continues.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            tracker.enter("parameters")
-            model, loss, fakes = copies_without_data(self.model, self.loss)
+            tracker.enter("parameters", "setting up the model and the optimizer")
+            originals = {id(one): one for one in tensors_of(self.model, self.loss)}
+            fakes = {key: _without_data(one) for key, one in originals.items()}
+            model, loss = copies(self.model, self.loss, fakes)
             tracker.label(model.parameters(), "parameters")
             tracker.label(model.buffers(), "buffers")
             optimizer = self.optimizer_of(model, fakes)
@@ -262,20 +263,18 @@ class StepEstimator(TrainingStep):
             run = StepRun(self, model, loss, tracker)
             for _ in range(_N_STEPS):
                 kept = step(run, batch_size)
-                tracker.enter("optimizer")
+                tracker.enter("optimizer", "the optimizer")
                 optimizer.step()
                 tracker.label(state_tensors(optimizer), "optimizer state")
                 optimizer.zero_grad()
                 del kept
-            return count_parameters(model)
+            peaks = peaks_of(tracker, _ROUND[self.device])
+            return _Counted(peaks, run.n_samples, count_parameters(model))
 
-    def _refusal(self, error: Exception, batch_size: int, phase: str) -> str:
+    def _refusal(self, error: Exception, batch_size: int, activity: str) -> str:
         first_line = described(error).splitlines()[0]
-        frames = traceback.walk_tb(error.__traceback__)
-        is_loss = any(frame.f_code is StepRun.loss.__code__ for frame, _ in frames)
-        where = "the loss" if is_loss else _PHASES.get(phase, f"the {phase}")
         no_targets = ""
-        if is_loss and self.targets is None:
+        if activity == "the loss" and self.targets is None:
             no_targets = (
                 "; the loss got None instead of targets (give output_shape=, the shape of one "
                 "target, such as (1,), or () for a class)"
@@ -283,12 +282,20 @@ class StepEstimator(TrainingStep):
         targets = "" if self.targets is None else f", targets {self.targets.described(batch_size)}"
         return (
             f"the step cannot be predicted: with tensors without data, inputs "
-            f"{self.inputs.described(batch_size)}{targets}, {where} raised {first_line}"
+            f"{self.inputs.described(batch_size)}{targets}, {activity} raised {first_line}"
             f"{no_targets}; check input_shape and output_shape (the shape of one sample, without "
             "the batch dimension), their dtypes, the loss and the optimizer; if one of them reads "
             "values (item(), if tensor, masks, sparse gradients, closures), use a Config where the "
             "GPU is present, which measures steps, or give preferred_batch_size without a model"
         )
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like this one, in the fake tensor mode that is active."""
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, tensor.requires_grad)
+    return fake
 
 
 @contextlib.contextmanager

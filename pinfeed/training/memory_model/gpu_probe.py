@@ -68,11 +68,6 @@ class Measured:
     sample_bytes: float
     reserved_bytes: int
 
-    @property
-    def batch_size(self) -> int:
-        """Samples in the batch."""
-        return self.step.batch_size
-
 
 class GPUProbe:
     """Search for the largest batch that fits on a GPU.
@@ -161,20 +156,19 @@ class GPUProbe:
         n = min(most, _FIRST_SAMPLES)
         while self.n_sizes < _MOST_SIZES:
             n = max(least, n - n % least)
-            if n == failed or (ran and n <= _CLOSE * ran[-1].batch_size):
+            if n == failed or (ran and n <= _CLOSE * ran[-1].step.batch_size):
                 break
-            measured = self._try(n)
-            if measured is not None:
-                ran.append(measured)
-            else:
+            if (measured := self._try(n)) is None:
                 failed = n
+            else:
+                ran.append(measured)
             if not ran:
                 n //= 4
                 continue
             n = int(min(most, self._predicted(ran[-2:])))
             if failed is not None and len(ran) == 1:
                 # No line leads to the next size yet.
-                n = min(n, math.isqrt(ran[0].batch_size * failed))
+                n = min(n, math.isqrt(ran[0].step.batch_size * failed))
             elif failed is not None:
                 n = min(n, int(0.9 * failed))
         return ran[-1] if ran else None
@@ -231,13 +225,12 @@ class GPUProbe:
 
     def _step_memory(self, copy: StepCopy, n: int, nbytes: int, peaks: Iterable[int]) -> StepMemory:
         parameters = list(copy.model.parameters())
-        specs = [spec for spec in (self._step.inputs, self._step.targets) if spec is not None]
         breakdown = {
             "parameters": _nbytes(parameters),
             "buffers": _nbytes(copy.model.buffers()),
             "gradients": _nbytes(p for p in parameters if p.requires_grad),
             "optimizer state": _nbytes(state_tensors(copy.optimizer)),
-            "batch": n * sum(nbytes for spec in specs for nbytes in spec.nbytes),
+            "batch": n * sum(self._step.sample_nbytes),
         }
         breakdown["activations"] = nbytes - sum(breakdown.values())
         phases = dict(zip(("forward", "backward", "optimizer"), peaks, strict=True))
@@ -246,7 +239,7 @@ class GPUProbe:
     def _predicted(self, ran: list[Measured]) -> float:
         """Return the largest batch size that should fit, given the last one or two that ran."""
         last = ran[-1]
-        n = last.batch_size
+        n = last.step.batch_size
         cap = self._cap()
         if len(ran) == 1:
             # A quarter of what the forward pass could fill, because the backward pass and fragments
@@ -257,7 +250,7 @@ class GPUProbe:
         share = last.reserved_bytes / max(last.peaks)
         lines = [(a * share, b * share) for a, b in zip(first.peaks, last.peaks, strict=True)]
         lines.append((first.reserved_bytes, last.reserved_bytes))
-        slopes = [(now - before) / (n - first.batch_size) for before, now in lines]
+        slopes = [(now - before) / (n - first.step.batch_size) for before, now in lines]
         room = min(
             (cap - now) / slope if slope > 0 else math.inf
             for (_, now), slope in zip(lines, slopes, strict=True)
@@ -276,4 +269,4 @@ class GPUProbe:
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(one.nbytes for one in tensors)

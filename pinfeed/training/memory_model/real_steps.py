@@ -6,13 +6,18 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.memory_model.training_step import TrainingStep, call_model, copies, tensors_of
+from pinfeed.training.memory_model.training_step import (
+    TrainingStep,
+    autocast_context,
+    call_model,
+    copies,
+    tensors_of,
+)
 
 _MESSAGES = (
     "out of memory",
@@ -65,7 +70,17 @@ class StepCopy:
     def __init__(self, step: TrainingStep, device: torch.device) -> None:
         self._step = step
         self._device = device
-        self.model, self._loss, stand_ins = _copies(step.model, step.loss, device)
+        model = step.model
+        if not isinstance(model, nn.Module) and isinstance(made := model(), nn.Module):
+            # A function may return a model that the program uses, so its result is copied, too.
+            model = made
+        # Modules may keep tensors of a graph, which deepcopy refuses.
+        of_graph = [tensor for tensor in tensors_of(model, step.loss) if not tensor.is_leaf]
+        stand_ins = {id(one): one.detach().clone() for one in of_graph}
+        self.model, self._loss = copies(model, step.loss, stand_ins)
+        for one in (self.model, self._loss):
+            if isinstance(one, nn.Module):
+                one.to(device)
         self.optimizer = step.optimizer_of(self.model, stand_ins)
 
     def phases(self, n_samples: int) -> Iterator[None]:
@@ -73,7 +88,7 @@ class StepCopy:
         inputs, targets = self._step.batch(n_samples, self._random)
         while True:
             # These variables keep their values until the next step, as those of a training loop.
-            with self._step.autocast(self._device.type):
+            with autocast_context(self._device.type, self._step.autocast):
                 outputs = call_model(self.model, inputs)
                 loss = self._loss(outputs, targets)
             yield
@@ -134,25 +149,3 @@ def _requests() -> Iterator[list[int]]:
     finally:
         records = itertools.chain(*_disable_profiler_legacy())
         found += [one.cpu_memory_usage() for one in records if str(one.kind()) == "memory_alloc"]
-
-
-def _copies(
-    model: Any, loss: Any, device: torch.device
-) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
-    """Return copies of model and loss on the device, and their tensors by the originals' ids."""
-    if not isinstance(model, nn.Module) and isinstance(found := model(), nn.Module):
-        # A function may return a model that the program uses, so its result is copied, too.
-        model = found
-    # Modules may keep tensors of a graph, which deepcopy refuses.
-    of_graph = [tensor for tensor in tensors_of(model, loss) if not tensor.is_leaf]
-    made, made_loss = copies(model, loss, {id(one): one.detach().clone() for one in of_graph})
-    stand_ins: dict[int, torch.Tensor] = {}
-    for old, new in ((model, made), (loss, made_loss)):
-        if isinstance(new, nn.Module):
-            new.to(device)
-        if isinstance(old, nn.Module):
-            originals = (*old.parameters(), *old.buffers())
-            copied = (*new.parameters(), *new.buffers())
-            pairs = zip(originals, copied, strict=True)
-            stand_ins |= {id(before): after for before, after in pairs}
-    return made, made_loss, stand_ins

@@ -54,9 +54,6 @@ class StepMemory:
         return sum(self.breakdown.values())
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         rows = [
             (what, human(nbytes), f"{nbytes / max(1, self.nbytes):.1%}")
             for what, nbytes in self.breakdown.items()
@@ -83,10 +80,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
     A parameter that several modules share counts once.
     """
-    counts = {True: 0, False: 0}
-    for parameter in model.parameters():
-        counts[parameter.requires_grad] += parameter.numel()
-    return counts[True], counts[False]
+    n_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return n_trainable, sum(p.numel() for p in model.parameters()) - n_trainable
 
 
 CACHES = "caches of tables"
@@ -155,9 +150,6 @@ class Budget:
         return self.step.nbytes - self.step.breakdown["batch"] + self.other_bytes
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         rows = [
             (item.place, item.what, item.count, human(item.nbytes), human(item.total))
             for item in joined(self.items)

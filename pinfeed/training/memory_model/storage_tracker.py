@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ class StorageTracker(TorchDispatchMode):
     Attributes:
         events: Allocations and frees, in order.
         marks: Positions in ``events`` at which a phase of the program begins, and the phase.
-        kinds: Kind of memory of each number in ``events``.
-        n_samples: Samples of the largest forward pass.
+        kinds: Kind of memory of each storage, by its number.
+        activity: Description of the phase for errors, such as ``"the forward pass"``.
     """
 
     def __init__(self) -> None:
@@ -33,11 +32,10 @@ class StorageTracker(TorchDispatchMode):
         self._phase = ""
         self.events: list[Event] = []
         self.marks: list[tuple[int, str]] = []
-        self.kinds: dict[int, str] = {}
-        self.n_samples = 0
+        self.kinds: list[str] = []
+        self.activity = ""
         self._living: dict[int, tuple[int, int]] = {}
         """Number and bytes of each living storage, by its address."""
-        self._n = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -46,9 +44,10 @@ class StorageTracker(TorchDispatchMode):
                 self._record(leaf.untyped_storage())
         return out
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, activity: str) -> None:
         """Begin a phase; its name is the kind of its allocations until ``label`` changes it."""
         self._phase = phase
+        self.activity = activity
         self.marks.append((len(self.events), phase))
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
@@ -72,10 +71,10 @@ class StorageTracker(TorchDispatchMode):
         elif nbytes:
             weakref.finalize(storage, self._forget, key).atexit = False
         if nbytes:
-            self._n += 1
-            self._living[key] = self._n, nbytes
-            self.kinds[self._n] = self._phase
-            self.events.append((self._n, nbytes))
+            number = len(self.kinds)
+            self.kinds.append(self._phase)
+            self._living[key] = number, nbytes
+            self.events.append((number, nbytes))
         else:
             self._living.pop(key, None)
 
@@ -84,44 +83,27 @@ class StorageTracker(TorchDispatchMode):
             self.events.append((known[0], -known[1]))
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The moment with the largest memory.
-
-    Attributes:
-        kinds: Bytes of each kind at that moment.
-        phases: Largest number of bytes in each phase of the program.
-    """
-
-    kinds: dict[str, int]
-    phases: dict[str, int]
-
-
-def peak_of(tracker: StorageTracker, round_to: int, temporary: int = 0) -> Peak:
-    """Return the peak of a tracked program.
+def peaks_of(tracker: StorageTracker, round_to: int) -> dict[str, dict[str, int]]:
+    """Return the bytes of each kind of memory at the peak of each phase.
 
     Args:
         tracker: Tracker of the program.
         round_to: Bytes to which the size of each storage is rounded up.
-        temporary: Bytes of further memory in the forward and the backward pass.
     """
     now: dict[str, int] = {}
-    phases: dict[str, int] = {}
+    most: dict[str, int] = {}
+    peaks: dict[str, dict[str, int]] = {}
     # If several marks have the same position, the last mark counts.
     marks = dict(tracker.marks)
     phase = ""
     total = 0
-    most = -1
-    at_peak: dict[str, int] = {}
     for i, (number, nbytes) in enumerate(tracker.events):
         phase = marks.get(i, phase)
         size = -(-abs(nbytes) // round_to) * round_to * (1 if nbytes > 0 else -1)
         kind = tracker.kinds[number]
         now[kind] = now.get(kind, 0) + size
         total += size
-        further = temporary if phase in ("forward", "backward") else 0
-        phases[phase] = max(phases.get(phase, 0), total + further)
-        if total + further > most:
-            most = total + further
-            at_peak = now | {"temporary": now.get("temporary", 0) + further}
-    return Peak(at_peak, phases)
+        if total > most.get(phase, -1):
+            most[phase] = total
+            peaks[phase] = now.copy()
+    return peaks

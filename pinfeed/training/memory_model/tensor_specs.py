@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,6 @@ class SampleSpec:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     rebuild: Rebuild
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Key that is equal for equal shapes and dtypes."""
-        return self.shapes, self.dtypes
 
     @property
     def nbytes(self) -> tuple[int, ...]:
@@ -94,6 +89,11 @@ def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device."""
     return map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+def tensor_leaves(batch: Any) -> Iterator[torch.Tensor]:
+    """Return an iterator over the tensors of a nested structure."""
+    return (leaf for _, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor))
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], batch: Any) -> Any:

@@ -6,15 +6,15 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError
-from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.storage_tracker import StorageTracker
-from pinfeed.training.memory_model.tensor_specs import SampleSpec
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, tensor_leaves
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
@@ -75,25 +75,14 @@ def bytes_on_device(
     return sum(storages.values())
 
 
-def copies_without_data(model: Any, loss: Any) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
-    """Copy model and loss onto fake tensors, in the fake tensor mode that is active.
-
-    Returns:
-        The model in training mode, the loss, and the fake tensors by the id of the original.
-    """
-    fakes = {id(tensor): tensor for tensor in tensors_of(model, loss)}
-    fakes = {key: _fake_of(tensor) for key, tensor in fakes.items()}
-    return *copies(model, loss, dict(fakes)), fakes
-
-
 def copies(model: Any, loss: Any, memo: dict[int, Any]) -> tuple[nn.Module, Any]:
     """Copy model and loss; a model that is a class or function makes one instead.
 
     Args:
         model: A module, or a class or function that makes one.
         loss: A loss, which is copied if it is a module.
-        memo: Replacements of tensors in the copies, by the id of the original. It receives all
-            other objects that were copied.
+        memo: Replacements of tensors in the copies, by the id of the original. It receives the
+            copies of all other objects.
 
     Returns:
         The model in training mode, and the loss.
@@ -107,19 +96,13 @@ def copies(model: Any, loss: Any, memo: dict[int, Any]) -> tuple[nn.Module, Any]
     return made if made.training else made.train(), made_loss
 
 
-def _fake_of(tensor: torch.Tensor) -> torch.Tensor:
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, tensor.requires_grad)
-    return fake
-
-
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an optimizer's state."""
     for state in optimizer.state.values():
-        yield from (leaf for _, leaf in flatten(state)[0] if isinstance(leaf, torch.Tensor))
+        yield from tensor_leaves(state)
 
 
+@dataclass(eq=False)
 class TrainingStep:
     """Model, loss, optimizer and samples of a training step, with batches of any size.
 
@@ -137,33 +120,30 @@ class TrainingStep:
         ArgumentError: If ``model`` or ``autocast`` is invalid.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        inputs: SampleSpec,
-        targets: SampleSpec | None,
-        *,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        optimizer: Any = None,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        if not callable(model):
-            raise ArgumentError(
-                f"model={model!r}: expected a torch module, or a class or function that makes one"
-            )
-        if isinstance(model, nn.Module):
-            require_initialized(model)
-        check_autocast(autocast)
-        self.model = model
-        self.inputs = inputs
-        self.targets = targets
-        self.loss = loss or _sum_of_outputs
-        self.optimizer = optimizer
-        self.autocast_dtype = autocast
+    model: Any
+    inputs: SampleSpec
+    targets: SampleSpec | None
+    _: KW_ONLY
+    loss: Any = None
+    optimizer: Any = None
+    autocast: torch.dtype | None = None
 
-    def autocast(self, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which forward passes and losses run."""
-        return autocast_context(device_type, self.autocast_dtype)
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise ArgumentError(
+                f"model={self.model!r}: expected a torch module, or a class or function that makes "
+                "one"
+            )
+        if isinstance(self.model, nn.Module):
+            require_initialized(self.model)
+        check_autocast(self.autocast)
+        self.loss = self.loss or _sum_of_outputs
+
+    @property
+    def sample_nbytes(self) -> list[int]:
+        """Bytes of each tensor of one sample: inputs and targets."""
+        specs = [spec for spec in (self.inputs, self.targets) if spec is not None]
+        return [nbytes for spec in specs for nbytes in spec.nbytes]
 
     def batch(
         self, n: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -207,55 +187,51 @@ class TrainingStep:
         return type(given)(groups, **options)
 
 
+@dataclass(eq=False)
 class StepRun:
     """Parts of a training step on tensors without data, which a Step composes.
 
-    Args:
+    Attributes:
         training: The training step.
         model: A copy of its model, on fake tensors.
-        loss: Its loss, or a copy.
+        loss_function: Its loss, or a copy.
         tracker: Tracker of the memory of the step.
-
-    Attributes:
-        model: The model.
-        tracker: The tracker.
         held: Outputs and loss of the previous step, while they are alive.
+        n_samples: Samples of the largest forward pass.
     """
 
-    def __init__(
-        self, training: TrainingStep, model: nn.Module, loss: Any, tracker: StorageTracker
-    ) -> None:
-        self._training = training
-        self.model = model
-        self._loss = loss
-        self.tracker = tracker
-        self.held: tuple[Any, ...] = ()
-        self._n = 0
+    training: TrainingStep
+    model: nn.Module
+    loss_function: Any
+    tracker: StorageTracker
+    held: tuple[Any, ...] = ()
+    n_samples: int = 0
+    _n: int = 0
 
     def batch(self, n: int) -> tuple[Any, Any]:
         """Return inputs and targets of ``n`` samples."""
-        self.tracker.enter("batch")
+        self.tracker.enter("batch", "making the batch")
         self._n = n
-        return self._training.batch(n, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        return self.training.batch(n, lambda shape, dtype: torch.empty(shape, dtype=dtype))
 
     def outputs(self, inputs: Any) -> Any:
         """Run the forward pass of the last batch."""
-        self.tracker.enter("forward")
-        self.tracker.n_samples = max(self.tracker.n_samples, self._n)
-        with self._training.autocast():
+        self.tracker.enter("forward", "the forward pass")
+        self.n_samples = max(self.n_samples, self._n)
+        with autocast_context("cpu", self.training.autocast):
             return call_model(self.model, inputs)
 
     def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Compute the loss."""
-        self.tracker.enter("forward")
-        with self._training.autocast():
-            found: torch.Tensor = self._loss(outputs, targets)
+        self.tracker.enter("forward", "the loss")
+        with autocast_context("cpu", self.training.autocast):
+            found: torch.Tensor = self.loss_function(outputs, targets)
             return found
 
-    def backward(self, loss: Any) -> None:
-        """Run the backward pass, and label the gradients."""
-        self.tracker.enter("backward")
-        loss.backward()
+    def backward(self, tensors: Any, gradients: Any = None) -> None:
+        """Run the backward pass of a loss, or of tensors with these gradients; label gradients."""
+        self.tracker.enter("backward", "the backward pass")
+        torch.autograd.backward(tensors, gradients)
         self.tracker.label((p.grad for p in self.model.parameters()), "gradients")
 
 
@@ -299,5 +275,4 @@ def check_autocast(dtype: Any) -> None:
 
 
 def _sum_of_outputs(outputs: Any, targets: Any) -> torch.Tensor:
-    tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
-    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
+    return torch.stack([tensor.float().sum() for tensor in tensor_leaves(outputs)]).sum()

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from pinfeed.training.offload.pinned_pool import PinnedPool
 from pinfeed.training.offload.saved_tensors import (
     KeptTensor,
     SavedVersion,
-    StorageRange,
     Storages,
     check_version,
     geometry_of,
@@ -143,7 +141,7 @@ class Offload:
         self._threshold = threshold
         # The backward pass runs in threads of autograd.
         self._lock = threading.Lock()
-        self._pieces: weakref.WeakValueDictionary[tuple[int, StorageRange], SavedPiece] = (
+        self._pieces: weakref.WeakValueDictionary[tuple[int, range], SavedPiece] = (
             weakref.WeakValueDictionary()
         )
         self._served: list[weakref.ref[SavedPiece]] = []
@@ -211,12 +209,7 @@ class Offload:
     def __enter__(self) -> Offload:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _owner(self, tensor: torch.Tensor) -> Any:
@@ -241,11 +234,9 @@ class Offload:
             # for whatever stream the memory was allocated.
             self.device.share(tensor, self.device.current_stream())
             piece = self._find(tensor, owner, ranges) or self._save(tensor, owner, ranges[0])
-            return SavedHandle(piece, geometry_of(tensor, piece.range))
+            return SavedHandle(piece, geometry_of(tensor, piece.cut))
 
-    def _find(
-        self, tensor: torch.Tensor, owner: Any, ranges: list[StorageRange]
-    ) -> SavedPiece | None:
+    def _find(self, tensor: torch.Tensor, owner: Any, ranges: list[range]) -> SavedPiece | None:
         """Return the piece that already has the tensor's values; None if there is none."""
         base = self._storages.base(tensor)
         for cut in ranges:
@@ -254,7 +245,7 @@ class Offload:
                 return piece
         return None
 
-    def _save(self, tensor: torch.Tensor, owner: Any, cut: StorageRange) -> SavedPiece:
+    def _save(self, tensor: torch.Tensor, owner: Any, cut: range) -> SavedPiece:
         """Save a range of the tensor's storage as a piece."""
         storages = self._storages
         piece = SavedPiece(

@@ -51,14 +51,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pinfeed.devices.device import Device, Event, Stream
 from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
-from pinfeed.training.offload.saved_tensors import Geometry, SavedVersion, StorageRange
+from pinfeed.training.offload.saved_tensors import Geometry, SavedVersion
 
 _BYTES = np.dtype(np.uint8)
 _NODE_PIECES = 16
@@ -67,48 +67,36 @@ _MOST_POSITIONS = 1024
 """Most positions that one search for a piece examines; many may belong to dead pieces."""
 
 
+@dataclass(eq=False)
 class SavedPiece:
     """Bytes of a storage that autograd saved, and the identity of their values.
 
     Attributes:
         position: Position in the order of saving.
-        nbytes: Size in bytes.
-        range: Range of the storage.
-        version: Storage and version of the values.
-        probe: Tensor without memory that shares the version counter of the saved tensor.
-        handles: Handles of the saved tensors on the piece.
+        cut: Range of the storage, in bytes.
         memory: The bytes on the device, in their first place or in a later copy; None while they
             are only on the host.
         stream: Stream in whose order ``memory`` may be used and freed.
-        block: The bytes on the host; None if they were not sent.
+        version: Storage and version of the values.
+        probe: Tensor without memory that shares the version counter of the saved tensor.
+        handles: Handles of the saved tensors on the piece.
         back: Event after the copy that filled ``memory``; None before that copy. Other
             streams must wait for it.
     """
 
-    __slots__ = (
-        *("__weakref__", "back", "block", "handles", "memory", "nbytes", "position"),
-        *("probe", "range", "stream", "version"),
-    )
+    position: int
+    cut: range
+    memory: torch.Tensor | None
+    stream: Stream
+    version: SavedVersion
+    probe: torch.Tensor
+    handles: list[weakref.ref[SavedHandle]] = field(default_factory=list)
+    back: Event | None = None
 
-    def __init__(
-        self,
-        position: int,
-        cut: StorageRange,
-        memory: torch.Tensor,
-        stream: Stream,
-        version: SavedVersion,
-        probe: torch.Tensor,
-    ) -> None:
-        self.position = position
-        self.nbytes = memory.numel()
-        self.range = cut
-        self.version = version
-        self.probe = probe
-        self.handles: list[weakref.ref[SavedHandle]] = []
-        self.memory: torch.Tensor | None = memory
-        self.stream = stream
-        self.block: PinnedBlock | None = None
-        self.back: Event | None = None
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return len(self.cut)
 
     @property
     def is_served(self) -> bool:
@@ -117,6 +105,7 @@ class SavedPiece:
         return all(handle is None or handle.back is self.back for handle in handles)
 
 
+@dataclass(eq=False)
 class SavedHandle:
     """Handle of a saved tensor on a piece; the piece lives as long as any of its handles.
 
@@ -126,13 +115,12 @@ class SavedHandle:
         back: The piece's ``back`` when the tensor was last unpacked.
     """
 
-    __slots__ = ("__weakref__", "back", "geometry", "piece")
+    piece: SavedPiece
+    geometry: Geometry
+    back: Event | None = None
 
-    def __init__(self, piece: SavedPiece, geometry: Geometry) -> None:
-        self.piece = piece
-        self.geometry = geometry
-        self.back: Event | None = None
-        piece.handles.append(weakref.ref(self))
+    def __post_init__(self) -> None:
+        self.piece.handles.append(weakref.ref(self))
 
 
 @dataclass(frozen=True)
@@ -203,6 +191,8 @@ class OffloadTransfer:
         self._writes = _PendingCopies()
         self._fetches = _PendingCopies()
         self._pieces: weakref.WeakValueDictionary[int, SavedPiece] = weakref.WeakValueDictionary()
+        self._blocks: dict[int, PinnedBlock] = {}
+        """Bytes on the host, by position of the pieces that were sent."""
         # Positions of pieces that died. It is a deque, because the operations of a deque are atomic
         # and a finalizer may interrupt any other code.
         self._dead: deque[int] = deque()
@@ -230,7 +220,7 @@ class OffloadTransfer:
         """Accept a piece, and start copies to the host of the pieces that have to leave."""
         self.tidy()
         self._pieces[piece.position] = piece
-        weakref.finalize(piece, self._dead.append, piece.position).atexit = False
+        weakref.finalize(piece, self._on_death, piece.position).atexit = False
         self._unsent[piece.position] = piece.nbytes
         self._unsent_bytes += piece.nbytes
         self._saved_bytes += piece.nbytes
@@ -302,7 +292,8 @@ class OffloadTransfer:
             self._drop_unsent(position)
             self._release(position)
             self._drop_fetch(position)
-        self._pool.reclaim()
+            if (block := self._blocks.pop(position, None)) is not None:
+                self._pool.give(block)
 
     def close(self) -> None:
         """Wait for running copies, and free the blocks of the pool."""
@@ -315,6 +306,7 @@ class OffloadTransfer:
             self._free_sent(position)
         self._fetches = _PendingCopies()
         self._pool.close()
+        self.tidy()
 
     def _send(self, piece: SavedPiece) -> None:
         """Start the copy to the host; the piece stays on the device if the pool has no room."""
@@ -331,15 +323,13 @@ class OffloadTransfer:
         self.device.copy(piece.memory, block.memory[: piece.nbytes], self._write)
         copied = self._write.record()
         block.busy = copied
-        piece.block = block
-        weakref.finalize(piece, self._give_back, block).atexit = False
+        self._blocks[piece.position] = block
         self._writes.add(piece.position, _PendingCopy(piece.memory, copied, piece.stream))
         self.n_sent += 1
         self.offloaded_bytes += piece.nbytes
 
     def _start_fetch(self, piece: SavedPiece, compute: Stream) -> _PendingCopy:
-        block = piece.block
-        assert block is not None
+        block = self._blocks[piece.position]
         assert block.busy is not None
         buffer = self.device.empty(piece.nbytes, compute)
         memory = self.device.tensor(buffer, (piece.nbytes,), _BYTES)
@@ -396,12 +386,15 @@ class OffloadTransfer:
         if piece is not None:
             piece.memory = None
 
-    def _give_back(self, block: PinnedBlock) -> None:
-        """Give the block of a dead piece back to the pool.
+    def _on_death(self, position: int) -> None:
+        """Free a dead piece's block if the pool is closed, or else let ``tidy`` return it.
 
         The finalizer of the piece may call this in any thread, at any time.
         """
-        if self._is_closed and block.busy is not None:
-            # A copy may still use a block that is about to be freed.
-            block.busy.sync()
-        self._pool.give(block)
+        block = self._blocks.get(position)
+        if self._is_closed and block is not None:
+            if block.busy is not None:
+                # A copy may still use a block that is about to be freed.
+                block.busy.sync()
+            block.memory = block.memory[:0].copy()
+        self._dead.append(position)

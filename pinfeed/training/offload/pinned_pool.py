@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ _WASTE = 8
 """A block may be larger than needed by 1/8, so that blocks are reused for varying sizes."""
 
 
+@dataclass(eq=False)
 class PinnedBlock:
     """A block of pinned host memory.
 
@@ -29,19 +30,15 @@ class PinnedBlock:
         busy: Event after the last copy that reads or writes the block; None before the first copy.
     """
 
-    __slots__ = ("busy", "memory", "nbytes")
-
-    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        self.memory = memory
-        self.nbytes = len(memory)
-        self.busy: Event | None = None
+    memory: npt.NDArray[np.uint8]
+    nbytes: int
+    busy: Event | None = None
 
 
 class PinnedPool:
     """Pool of pinned blocks.
 
-    Only one thread at a time may call it, except for ``give``, which any thread may call at any
-    time.
+    Only one thread at a time may call it.
 
     Args:
         device: Device that allocates the blocks.
@@ -59,9 +56,6 @@ class PinnedPool:
         self.limit = limit
         # Free blocks, sorted by size.
         self._free: list[PinnedBlock] = []
-        # It is a deque, because the operations of a deque are atomic and a finalizer may interrupt
-        # any other code, take() included.
-        self._returned: deque[PinnedBlock] = deque()
         self._is_closed = False
         self.nbytes = 0
         self.used = 0
@@ -70,7 +64,6 @@ class PinnedPool:
 
     def take(self, nbytes: int) -> PinnedBlock | None:
         """Return a block of at least ``nbytes`` bytes; None if the limit leaves no room for it."""
-        self.reclaim()
         size = block_nbytes(nbytes)
         block = self._take_free(size)
         if block is None and self._make_room(size):
@@ -82,27 +75,18 @@ class PinnedPool:
         return block
 
     def give(self, block: PinnedBlock) -> None:
-        """Return a block to the pool; needs no lock."""
+        """Return a block to the pool, which frees it after ``close``."""
+        self.used -= block.nbytes
         if self._is_closed:
-            block.memory = block.memory[:0].copy()
-        self._returned.append(block)
-
-    def reclaim(self) -> None:
-        """Make the blocks that were given back available."""
-        while self._returned:
-            block = self._returned.popleft()
-            self.used -= block.nbytes
-            if self._is_closed:
-                self.nbytes -= block.nbytes
-            else:
-                bisect.insort(self._free, block, key=_nbytes)
+            self.nbytes -= block.nbytes
+        else:
+            bisect.insort(self._free, block, key=_nbytes)
 
     def close(self) -> None:
         """Release the free blocks; blocks in use are released when they are given back."""
         self._is_closed = True
         self.nbytes -= sum(block.nbytes for block in self._free)
         self._free.clear()
-        self.reclaim()
         unlock_freed()
 
     def _take_free(self, size: int) -> PinnedBlock | None:
@@ -126,7 +110,7 @@ class PinnedPool:
 
     def _allocate(self, size: int) -> PinnedBlock | None:
         try:
-            block = PinnedBlock(self._device.staging(size))
+            block = PinnedBlock(self._device.staging(size), size)
         except (DeviceError, MemoryError) as error:
             logger.warning(
                 "Offload cannot allocate more than %d bytes of page-locked (pinned) memory, so "

@@ -31,22 +31,6 @@ _SMALL_VIEW = 8
 
 
 @dataclass(frozen=True)
-class StorageRange:
-    """Bytes [start, stop) of a storage."""
-
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    def contains(self, other: StorageRange) -> bool:
-        """Return whether the other range is within this one."""
-        return self.start <= other.start and other.stop <= self.stop
-
-
-@dataclass(frozen=True)
 class Geometry:
     """Layout of a tensor on a range of bytes; ``offset`` counts elements from its beginning."""
 
@@ -103,8 +87,8 @@ class Storages:
         """Return the bytes of a storage."""
         return int(owner.nbytes())
 
-    def ranges(self, tensor: torch.Tensor) -> list[StorageRange]:
-        """Return the storage ranges that a copy of a tensor may cover, preferred ones first.
+    def ranges(self, tensor: torch.Tensor) -> list[range]:
+        """Return the bytes of the storage that a copy of a tensor may cover, preferred ones first.
 
         The list is empty if the tensor has no elements.
         """
@@ -112,15 +96,16 @@ class Storages:
             return []
         base = self.base(tensor)
         own = _extent(tensor)
-        whole = _extent(base) if base.numel() else StorageRange(0, 0)
-        if own == whole or not whole.contains(own):
+        whole = _extent(base) if base.numel() else range(0)
+        is_inside = whole.start <= own.start and own.stop <= whole.stop
+        if own == whole or not is_inside:
             return [own]
-        return [own, whole] if own.nbytes * _SMALL_VIEW < whole.nbytes else [whole]
+        return [own, whole] if len(own) * _SMALL_VIEW < len(whole) else [whole]
 
-    def bytes_in(self, tensor: torch.Tensor, cut: StorageRange) -> torch.Tensor:
+    def bytes_in(self, tensor: torch.Tensor, cut: range) -> torch.Tensor:
         """Return a range of the tensor's storage, as a tensor of bytes on the same memory."""
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(
-            tensor.untyped_storage(), cut.start, (cut.nbytes,), (1,)
+            tensor.untyped_storage(), cut.start, (len(cut),), (1,)
         )
 
     def rebuild(self, memory: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -146,7 +131,7 @@ def with_lazy_flags(made: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return torch._neg_view(made) if geometry.is_neg else made
 
 
-def geometry_of(tensor: torch.Tensor, cut: StorageRange) -> Geometry:
+def geometry_of(tensor: torch.Tensor, cut: range) -> Geometry:
     """Return the layout of a tensor on a range of its storage."""
     offset = int(tensor.storage_offset()) - cut.start // tensor.dtype.itemsize
     return Geometry(
@@ -228,8 +213,8 @@ def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(getattr(leaf, "variable", None), nn.Parameter)
 
 
-def _extent(tensor: torch.Tensor) -> StorageRange:
-    """Return the range from the first to the last byte of a tensor that has elements.
+def _extent(tensor: torch.Tensor) -> range:
+    """Return the bytes of its storage that a tensor with elements spans.
 
     The beginning is rounded down to the alignment.
     """
@@ -237,4 +222,4 @@ def _extent(tensor: torch.Tensor) -> StorageRange:
     first = int(tensor.storage_offset())
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((n - 1) * stride for n, stride in spans)
-    return StorageRange(first * size // _ALIGNMENT * _ALIGNMENT, (last + 1) * size)
+    return range(first * size // _ALIGNMENT * _ALIGNMENT, (last + 1) * size)

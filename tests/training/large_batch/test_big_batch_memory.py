@@ -172,7 +172,7 @@ def test_activations_have_the_memory_that_the_rest_leaves() -> None:
             big.backward(torch.zeros(n, 100), torch.zeros(n, 300))
             assert big.chosen is not None
             assert big.chosen.strategy == "offload"
-            offload = big._runner._whole._offload
+            offload = big._whole._offload
             assert offload is not None
             assert offload._device_limit <= big.chosen.device_limit
             limits.append(offload._device_limit)

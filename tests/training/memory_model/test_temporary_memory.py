@@ -162,11 +162,11 @@ def test_a_measured_estimate_counts_few_steps(
 ) -> None:
     layer, shape = LAYERS["convolution"]
     sizes: list[int] = []
-    count = StepEstimator._count
+    run = StepEstimator._run
     monkeypatch.setattr(
         StepEstimator,
-        "_count",
-        lambda self, n, step: (sizes.append(n), count(self, n, step))[1],
+        "_run",
+        lambda self, tracker, n, step: (sizes.append(n), run(self, tracker, n, step))[1],
     )
     estimated(layer, (n, *shape[1:]), of_few)
     assert sizes == counted

@@ -22,7 +22,6 @@ from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 from pinfeed.training.offload.offload import Offload
 from pinfeed.training.offload.saved_tensors import (
     Geometry,
-    StorageRange,
     Storages,
     with_lazy_flags,
 )
@@ -42,9 +41,9 @@ class SimStorages(Storages):
     def nbytes(self, owner: SimMemory) -> int:
         return len(owner.contents)
 
-    def bytes_in(self, tensor: Any, cut: StorageRange) -> SimTensor:
+    def bytes_in(self, tensor: Any, cut: range) -> SimTensor:
         raw = torch.empty(0, dtype=torch.uint8).set_(
-            tensor.raw.untyped_storage(), cut.start, (cut.nbytes,), (1,)
+            tensor.raw.untyped_storage(), cut.start, (len(cut),), (1,)
         )
         return SimTensor(tensor.sim, tensor.memory, raw)
 
