@@ -2,12 +2,28 @@
  *
  * Each takes its arguments as an array of int64, because ctypes takes as long to convert an
  * argument as to call a function. Addresses are integers. pinfeed/native/library.py packs the
- * arrays. */
+ * arrays. A function without a note of its result returns what the function that it calls does. */
 #include "pinfeed.h"
 
 #include <stdlib.h>
 
 #define PF_API __attribute__((visibility("default")))
+
+/* Each defines a function that makes a call. That of a PROCEDURE has no result. A DRIVER_CALL takes
+ * the driver as its first argument, and makes its context current. */
+#define FUNCTION(name, call)                                                                       \
+    PF_API int64_t name(const int64_t *a) { return call; }
+#define PROCEDURE(name, call)                                                                      \
+    PF_API int64_t name(const int64_t *a) { return call, 0; }
+#define DRIVER_CALL(name, call)                                                                    \
+    PF_API int64_t name(const int64_t *a)                                                          \
+    {                                                                                              \
+        const struct pf_driver *const driver = pointer(a[0]);                                      \
+        struct pf_scope scope = pf_enter(driver);                                                  \
+        const int64_t result = call;                                                               \
+        pf_leave(driver, &scope);                                                                  \
+        return result;                                                                             \
+    }
 
 static inline void *pointer(int64_t address)
 {
@@ -32,17 +48,17 @@ static int64_t checked(const struct pf_source *source, int result)
     return result || pf_has_shrunk(source) ? -1 : 0;
 }
 
-/* Arguments: row indices, first row, number of rows to copy, target (base, number of rows, and
- * bytes from one to the next), target indices, bypass, and the source. Returns 0, or -1 if the
- * source could not be read. */
+/* Arguments: row indices, number of rows to copy, target (base, number of rows, and bytes from one
+ * to the next), target indices, bypass, and the source. Returns 0, or -1 if the source could not be
+ * read. */
 PF_API int64_t pf_api_copy(const int64_t *a)
 {
-    const struct pf_source source = source_of(a + 8);
-    const struct pf_rows target = {.base = pointer(a[3]), .n = a[4], .stride = a[5]};
+    const struct pf_source source = source_of(a + 7);
+    const struct pf_rows target = {.base = pointer(a[2]), .n = a[3], .stride = a[4]};
     if (source.parts->limit)
         pf_guard_arm();
-    return checked(&source, pf_copy_guarded(&source, pointer(a[0]), a[1], &target, pointer(a[6]),
-                                            0, a[2], (int)a[7]));
+    return checked(&source, pf_copy_guarded(&source, pointer(a[0]), &target, pointer(a[5]), 0, a[1],
+                                            (int)a[6]));
 }
 
 /* Arguments: starts, lengths and places of the runs, number of runs, target (base and number of
@@ -78,51 +94,31 @@ PF_API int64_t pf_api_engine_open(const int64_t *a)
 
 /* Arguments: engine, driver, side stream, rows that the GPU reads itself, number of slots, and the
  * staging memory of each. Returns 0 or an error of the driver. */
-PF_API int64_t pf_api_engine_use_driver(const int64_t *a)
-{
-    return pf_engine_use_driver(pointer(a[0]), pointer(a[1]), pointer(a[2]), (uint32_t)a[4],
-                                (char *const *)(a + 5), pointer(a[3]));
-}
+FUNCTION(pf_api_engine_use_driver,
+         pf_engine_use_driver(pointer(a[0]), pointer(a[1]), pointer(a[2]), (uint32_t)a[4],
+                              (char *const *)(a + 5), pointer(a[3])))
 
 /* Arguments: engine, number of threads. */
-PF_API int64_t pf_api_engine_start(const int64_t *a)
-{
-    pf_engine_start(pointer(a[0]), (int)a[1]);
-    return 0;
-}
+PROCEDURE(pf_api_engine_start, pf_engine_start(pointer(a[0]), (int)a[1]))
 
-/* Arguments: engine, row indices, first row, rows to gather, stream of the loop, number of sources,
- * where the rows of each source go, and with a driver where each part goes on the GPU. */
-PF_API int64_t pf_api_engine_submit(const int64_t *a)
-{
-    return pf_engine_submit(pointer(a[0]), pointer(a[1]), a[2], a[3], pointer(a[4]), a + 6,
-                            (char *const *)(a + 6 + a[5]));
-}
+/* Arguments: engine, row indices, rows to gather, stream of the loop, number of sources, where the
+ * rows of each source go, and with a driver where each part goes on the GPU. */
+FUNCTION(pf_api_engine_submit, pf_engine_submit(pointer(a[0]), pointer(a[1]), a[2], pointer(a[3]),
+                                                a + 5, (char *const *)(a + 5 + a[4])))
 
 /* Arguments: engine, number of the job, stream of the loop, where to write the result. */
-PF_API int64_t pf_api_engine_wait(const int64_t *a)
-{
-    return pf_engine_wait(pointer(a[0]), (uint32_t)a[1], pointer(a[2]), pointer(a[3]));
-}
+FUNCTION(pf_api_engine_wait,
+         pf_engine_wait(pointer(a[0]), (uint32_t)a[1], pointer(a[2]), pointer(a[3])))
 
 /* Arguments: engine, number of the job, another stream. */
-PF_API int64_t pf_api_engine_wait_again(const int64_t *a)
-{
-    return pf_engine_wait_again(pointer(a[0]), (uint32_t)a[1], pointer(a[2]));
-}
+FUNCTION(pf_api_engine_wait_again,
+         pf_engine_wait_again(pointer(a[0]), (uint32_t)a[1], pointer(a[2])))
 
 /* Arguments: engine, number of the job. Returns whether the job had a piece to gather. */
-PF_API int64_t pf_api_engine_help(const int64_t *a)
-{
-    return pf_engine_help(pointer(a[0]), (uint32_t)a[1]);
-}
+FUNCTION(pf_api_engine_help, pf_engine_help(pointer(a[0]), (uint32_t)a[1]))
 
 /* Argument: engine. */
-PF_API int64_t pf_api_engine_stop(const int64_t *a)
-{
-    pf_engine_stop(pointer(a[0]));
-    return 0;
-}
+PROCEDURE(pf_api_engine_stop, pf_engine_stop(pointer(a[0])))
 
 /* Arguments: engine, and whether this process has its threads, so that they must end first. */
 PF_API int64_t pf_api_engine_free(const int64_t *a)
@@ -136,50 +132,27 @@ PF_API int64_t pf_api_engine_free(const int64_t *a)
 /* Arguments: driver, side stream, both staging memories, places, how the GPU writes rows itself,
  * number of staged parts, where to write the address of the writer, number of parts, and the store
  * of each part. Returns 0 or an error of the driver. */
-PF_API int64_t pf_api_writer_open(const int64_t *a)
-{
-    return pf_writer_open(pointer(a[7]), pointer(a[0]), pointer(a[1]), (char *const *)(a + 2),
-                          (uint32_t)a[4], a[8], a[6], (const struct pf_store *)(a + 9),
-                          pointer(a[5]));
-}
+FUNCTION(pf_api_writer_open,
+         pf_writer_open(pointer(a[7]), pointer(a[0]), pointer(a[1]), (char *const *)(a + 2),
+                        (uint32_t)a[4], a[8], a[6], (const struct pf_store *)(a + 9),
+                        pointer(a[5])))
 
 /* Arguments: writer, most threads that help. */
-PF_API int64_t pf_api_writer_start(const int64_t *a)
-{
-    pf_writer_start(pointer(a[0]), (int)a[1]);
-    return 0;
-}
+PROCEDURE(pf_api_writer_start, pf_writer_start(pointer(a[0]), (int)a[1]))
 
 /* Arguments: writer, stream of the loop, row indices, number of rows, number of parts; the offset,
- * then the values, and then the memory of each part. Returns as pf_writer_write does. */
-PF_API int64_t pf_api_writer_write(const int64_t *a)
-{
-    const int64_t n = a[4];
-    return pf_writer_write(pointer(a[0]), pointer(a[1]), pointer(a[2]), a[3], a + 5,
-                           (char *const *)(a + 5 + n), (char *const *)(a + 5 + 2 * n));
-}
-
-/* Argument: writer. Returns whether there was a step. */
-PF_API int64_t pf_api_writer_step(const int64_t *a) { return pf_writer_step(pointer(a[0])); }
-
-/* Arguments: writer, number of the write. Returns as pf_writer_wait does. */
-PF_API int64_t pf_api_writer_wait(const int64_t *a)
-{
-    return pf_writer_wait(pointer(a[0]), (uint32_t)a[1]);
-}
-
-/* Argument: writer. Returns as pf_writer_is_computed does. */
-PF_API int64_t pf_api_writer_is_computed(const int64_t *a)
-{
-    return pf_writer_is_computed(pointer(a[0]));
-}
+ * then the values, and then the memory of each part. */
+FUNCTION(pf_api_writer_write,
+         pf_writer_write(pointer(a[0]), pointer(a[1]), pointer(a[2]), a[3], a + 5,
+                         (char *const *)(a + 5 + a[4]), (char *const *)(a + 5 + 2 * a[4])))
 
 /* Argument: writer. */
-PF_API int64_t pf_api_writer_stop(const int64_t *a)
-{
-    pf_writer_stop(pointer(a[0]));
-    return 0;
-}
+FUNCTION(pf_api_writer_step, pf_writer_step(pointer(a[0])))
+FUNCTION(pf_api_writer_is_computed, pf_writer_is_computed(pointer(a[0])))
+PROCEDURE(pf_api_writer_stop, pf_writer_stop(pointer(a[0])))
+
+/* Arguments: writer, number of the write. */
+FUNCTION(pf_api_writer_wait, pf_writer_wait(pointer(a[0]), (uint32_t)a[1]))
 
 /* Arguments: writer, and whether this process has its threads. */
 PF_API int64_t pf_api_writer_free(const int64_t *a)
@@ -193,124 +166,62 @@ PF_API int64_t pf_api_writer_free(const int64_t *a)
 /* ---- calls of the driver ----------------------------------------------------------------------
  *
  * The first argument is the driver. They return 0 or an error, if nothing else is said. */
-#define IN_SCOPE(driver, call)                                                                     \
-    struct pf_scope scope = pf_enter(driver);                                                      \
-    const int error = call;                                                                        \
-    pf_leave(driver, &scope)
 
-/* Argument: driver. Returns a new event, or the negative error. */
-PF_API int64_t pf_api_event_create(const int64_t *a)
+static int64_t new_event(const struct pf_driver *driver)
 {
-    const struct pf_driver *driver = pointer(a[0]);
     void *event = NULL;
-    IN_SCOPE(driver, driver->create(&event, PF_EVENT_FLAGS));
+    const int error = driver->create(&event, PF_EVENT_FLAGS);
     return error ? -error : (intptr_t)event;
 }
 
+/* Argument: driver. Returns a new event, or the negative error. */
+DRIVER_CALL(pf_api_event_create, new_event(driver))
+
 /* Arguments: driver, event, stream. */
-PF_API int64_t pf_api_event_record(const int64_t *a)
-{
-    const struct pf_driver *driver = pointer(a[0]);
-    IN_SCOPE(driver, driver->record(pointer(a[1]), pointer(a[2])));
-    return error;
-}
+DRIVER_CALL(pf_api_event_record, driver->record(pointer(a[1]), pointer(a[2])))
 
 /* Arguments: driver, stream, event. */
-PF_API int64_t pf_api_event_wait(const int64_t *a)
-{
-    const struct pf_driver *driver = pointer(a[0]);
-    IN_SCOPE(driver, driver->wait(pointer(a[1]), pointer(a[2]), 0));
-    return error;
-}
+DRIVER_CALL(pf_api_event_wait, driver->wait(pointer(a[1]), pointer(a[2]), 0))
 
-/* Arguments: driver, event. Returns PF_NOT_READY if the event has not passed. */
-PF_API int64_t pf_api_event_query(const int64_t *a)
-{
-    const struct pf_driver *driver = pointer(a[0]);
-    IN_SCOPE(driver, driver->query(pointer(a[1])));
-    return error;
-}
-
-/* Arguments: driver, event. */
-PF_API int64_t pf_api_event_sync(const int64_t *a)
-{
-    const struct pf_driver *driver = pointer(a[0]);
-    IN_SCOPE(driver, driver->sync(pointer(a[1])));
-    return error;
-}
+/* Arguments: driver, event. The first returns PF_NOT_READY if the event has not passed. */
+DRIVER_CALL(pf_api_event_query, driver->query(pointer(a[1])))
+DRIVER_CALL(pf_api_event_sync, driver->sync(pointer(a[1])))
 
 /* Arguments: driver, where to, where from, number of bytes, stream. */
-PF_API int64_t pf_api_copy_queued(const int64_t *a)
-{
-    const struct pf_driver *driver = pointer(a[0]);
-    IN_SCOPE(driver, driver->copy(pointer(a[1]), pointer(a[2]), (size_t)a[3], pointer(a[4])));
-    return error;
-}
+DRIVER_CALL(pf_api_copy_queued,
+            driver->copy(pointer(a[1]), pointer(a[2]), (size_t)a[3], pointer(a[4])))
 
 /* Arguments: driver, stream, how the GPU moves rows, direction, first row or -1, number of rows,
- * and where the parts are on the GPU. Returns as pf_move_rows does. */
-PF_API int64_t pf_api_move_rows(const int64_t *a)
-{
-    const struct pf_driver *driver = pointer(a[0]);
-    IN_SCOPE(driver, pf_move_rows(driver, pointer(a[1]), pointer(a[2]), (int)a[3], a[4], a[5],
-                                  (char *const *)(a + 6)));
-    return error;
-}
+ * and where the parts are on the GPU. */
+DRIVER_CALL(pf_api_move_rows, pf_move_rows(driver, pointer(a[1]), pointer(a[2]), (int)a[3], a[4],
+                                           a[5], (char *const *)(a + 6)))
 
 _Static_assert(sizeof(struct pf_row_copy) == 6 * sizeof(int64_t), "a copy is six numbers");
 
 /* Arguments: driver, kernel, stream, threads of a block, most blocks of a copy, number of copies,
- * and the copies. Returns as pf_copy_rows does. */
-PF_API int64_t pf_api_copy_rows(const int64_t *a)
-{
-    const struct pf_driver *driver = pointer(a[0]);
-    IN_SCOPE(driver, pf_copy_rows(driver, pointer(a[1]), pointer(a[2]), a[3], a[4],
-                                  (const struct pf_row_copy *)(a + 6), a[5]));
-    return error;
-}
+ * and the copies. */
+DRIVER_CALL(pf_api_copy_rows, pf_copy_rows(driver, pointer(a[1]), pointer(a[2]), a[3], a[4],
+                                           (const struct pf_row_copy *)(a + 6), a[5]))
 
-/* Arguments: those of struct pf_move, in order, to the bytes of each part, then where each part
- * goes, and where it is. Returns as pf_move does. */
-PF_API int64_t pf_api_move(const int64_t *a)
-{
-    const struct pf_move move = {
-        pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]),
-        pointer(a[4]), pointer(a[5]), a[6],          a[7],
-        pointer(a[8]), pointer(a[9]), (char *const *)(a + 10),
-        (const char *const *)(a + 10 + a[7])};
-    return pf_move(&move);
-}
-
+_Static_assert(sizeof(struct pf_move) == 10 * sizeof(int64_t), "a move is ten numbers");
 _Static_assert(sizeof(struct pf_queue) == 8 * sizeof(int64_t), "a queue is eight numbers");
 _Static_assert(sizeof(struct pf_copy) == 3 * sizeof(int64_t), "a copy is three numbers");
 
-/* Arguments: those of struct pf_queue, in order, the copies, and the moves. Returns as pf_queue
- * does. */
-PF_API int64_t pf_api_queue(const int64_t *a)
-{
-    const struct pf_queue *const queue = (const struct pf_queue *)a;
-    return pf_queue(queue, (const struct pf_copy *)(a + 8), a + 8 + 3 * queue->n_copies);
-}
+/* Arguments: those of struct pf_move, in order, where each part goes, and where it is. */
+FUNCTION(pf_api_move, pf_move((const struct pf_move *)a, (char *const *)(a + 10),
+                              (const char *const *)(a + 10 + a[7])))
 
-/* Arguments: driver, stream of the loop, event before the copies, event after them. Returns whether
- * the GPU was idle, or the negative error. */
-PF_API int64_t pf_api_receive(const int64_t *a)
-{
-    const struct pf_move move = {.driver = pointer(a[0]),
-                                 .compute = pointer(a[1]),
-                                 .released = pointer(a[2]),
-                                 .copied = pointer(a[3])};
-    int is_idle = 0;
-    const int error = pf_receive(&move, &is_idle);
-    return error ? -error : is_idle;
-}
+/* Arguments: driver, stream of the loop, event before the copies, event after them. */
+FUNCTION(pf_api_receive, pf_receive(pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3])))
+
+/* Arguments: those of struct pf_queue, in order, the copies, and the moves. */
+FUNCTION(pf_api_queue, pf_queue((const struct pf_queue *)a, (const struct pf_copy *)(a + 8),
+                                a + 8 + 3 * a[6]))
+
+/* ---- other functions ------------------------------------------------------------------------- */
 
 /* Argument: 1 if a file was mapped, -1 if one was unmapped. */
-PF_API int64_t pf_api_guard_count(const int64_t *a)
-{
-    pf_guard_count((int)a[0]);
-    return 0;
-}
+PROCEDURE(pf_api_guard_count, pf_guard_count((int)a[0]))
 
 /* Arguments: positions, number of positions, where to write the results, size of the permutation,
  * width and height of the network, and its keys. */
@@ -325,12 +236,8 @@ PF_API int64_t pf_api_permute(const int64_t *a)
 
 /* Arguments: descriptor, kind of the requests, number of requests, their addresses, offsets and
  * numbers of bytes, and where to write the results. */
-PF_API int64_t pf_api_request_each(const int64_t *a)
-{
-    pf_request_each((int)a[0], (int)a[1], pointer(a[3]), pointer(a[4]), pointer(a[5]), a[2],
-                    pointer(a[6]));
-    return 0;
-}
+PROCEDURE(pf_api_request_each, pf_request_each((int)a[0], (int)a[1], pointer(a[3]), pointer(a[4]),
+                                               pointer(a[5]), a[2], pointer(a[6])))
 
 /* Arguments of these two: row indices, number of them, and both outputs. They return what the
  * functions of distinct.c return. */
@@ -357,16 +264,10 @@ PF_API int64_t pf_api_overlaps(const int64_t *a)
 }
 
 /* Arguments: cache, row indices, number of them, and the outputs. */
-PF_API int64_t pf_api_decide(const int64_t *a)
-{
-    pf_decide(pointer(a[0]), pointer(a[1]), a[2], pointer(a[3]), pointer(a[4]), pointer(a[5]));
-    return 0;
-}
+PROCEDURE(pf_api_decide, pf_decide(pointer(a[0]), pointer(a[1]), a[2], pointer(a[3]), pointer(a[4]),
+                                   pointer(a[5])))
 
 /* Arguments: values, columns, bounds, target, number of rows, number of columns, bytes of a value,
- * and bytes of a column. Returns as pf_dense does. */
-PF_API int64_t pf_api_dense(const int64_t *a)
-{
-    return pf_dense(pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]), a[4], a[5], a[6],
-                    a[7]);
-}
+ * and bytes of a column. */
+FUNCTION(pf_api_dense, pf_dense(pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]), a[4],
+                                a[5], a[6], a[7]))

@@ -16,42 +16,33 @@
 #define LAUNCH_NBYTES (64 << 20)
 #endif
 
-static int64_t row_of(const int64_t *rows, int64_t first, int64_t i)
-{
-    return rows ? rows[i] : first + i;
-}
-
-static void sort_by_page(const int64_t *rows, int64_t first, int64_t n, int64_t shift,
-                         struct pf_pair *pairs)
+static void sort_by_page(const int64_t *rows, int64_t n, int64_t shift, struct pf_pair *pairs)
 {
     uint32_t begins[PF_MOST_BUCKETS + 1] = {0};
     for (int64_t i = 0; i < n; i++)
-        begins[(row_of(rows, first, i) >> shift) + 1]++;
+        begins[(rows[i] >> shift) + 1]++;
     for (int k = 1; k < PF_MOST_BUCKETS; k++)
         begins[k] += begins[k - 1];
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t row = row_of(rows, first, i);
-        pairs[begins[row >> shift]++] = (struct pf_pair){(int32_t)row, (int32_t)i};
-    }
+    for (int64_t i = 0; i < n; i++)
+        pairs[begins[rows[i] >> shift]++] = (struct pf_pair){(int32_t)rows[i], (int32_t)i};
 }
 
-int pf_stage_indices(const struct pf_direct *direct, const int64_t *rows, int64_t first,
-                     int64_t begin, int64_t end, char *staged)
+int pf_stage_indices(const struct pf_direct *direct, const int64_t *rows, int64_t begin,
+                     int64_t end, char *staged)
 {
-    const int64_t start = row_of(rows, first, 0);
+    const int64_t start = rows[0];
     int64_t differs = 0;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t row = row_of(rows, first, i);
-        differs |= row ^ (start + i);
+        differs |= rows[i] ^ (start + i);
         if (direct->shift >= 0)
             continue;
         if (direct->index_nbytes == 4)
-            ((int32_t *)staged)[i] = (int32_t)row;
+            ((int32_t *)staged)[i] = (int32_t)rows[i];
         else
-            ((int64_t *)staged)[i] = row;
+            ((int64_t *)staged)[i] = rows[i];
     }
     if (direct->shift >= 0 && differs)
-        sort_by_page(rows, first, end, direct->shift, (struct pf_pair *)staged);
+        sort_by_page(rows, end, direct->shift, (struct pf_pair *)staged);
     return !differs;
 }
 

@@ -128,7 +128,6 @@ struct job {
     _Atomic uint32_t is_mixed; /* whether the rows do not follow each other */
     uint32_t n_pieces;
     const int64_t *rows;
-    int64_t first;
     int64_t n;
     double begin_s;
     double end_s;
@@ -242,12 +241,12 @@ static void gather_piece(const struct pf_engine *engine, struct job *job, int64_
     const int k = source_of_piece(engine, job, piece, &begin, &end);
     const struct pf_source *rows = &engine->sources[k].rows;
     if (!rows->n_parts) {
-        if (!pf_stage_indices(engine->direct, job->rows, job->first, begin, end, job->outs[k]))
+        if (!pf_stage_indices(engine->direct, job->rows, begin, end, job->outs[k]))
             atomic_store(&job->is_mixed, 1);
         return;
     }
     const struct pf_rows target = {.base = job->outs[k], .n = job->n, .stride = rows->row_nbytes};
-    if (pf_copy_guarded(rows, job->rows, job->first, &target, NULL, begin, end, engine->bypass))
+    if (pf_copy_guarded(rows, job->rows, &target, NULL, begin, end, engine->bypass))
         note(&job->failed, k + 1);
 }
 
@@ -297,9 +296,7 @@ static int send_job(const struct pf_engine *engine, struct job *job)
         return 0;
     /* Row indices that have not arrived may be any numbers. */
     if (engine->direct && !atomic_load(&job->error)) {
-        const int64_t start = atomic_load(&job->is_mixed) ? -1
-                              : job->rows && job->n      ? job->rows[0]
-                                                         : job->first;
+        const int64_t start = atomic_load(&job->is_mixed) || !job->n ? -1 : job->rows[0];
         note(&job->error,
              pf_move_rows(driver, engine->side, engine->direct, PF_FROM_TABLES, start, job->n,
                           job->devices));
@@ -565,8 +562,8 @@ static int prepare_copies(struct pf_engine *engine, struct job *job, void *compu
     return is_closed;
 }
 
-int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t first, int64_t n,
-                         void *compute, const int64_t *outs, char *const *devices)
+int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t n, void *compute,
+                         const int64_t *outs, char *const *devices)
 {
     const uint32_t number = atomic_load(&engine->head);
     struct job *job = job_of(engine, number);
@@ -584,7 +581,6 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
         job->n_done = (uint32_t)n_pieces;
     }
     job->rows = rows;
-    job->first = first;
     job->n = n;
     job->n_pieces = (uint32_t)n_pieces;
     char *staging = NULL;

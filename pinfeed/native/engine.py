@@ -117,7 +117,7 @@ class Engine:
         self._is_shut = False
         self._n_sources = len(sources)
         n_devices = 0 if staged is None else staged.n_parts
-        self._pack_submit = packing(6 + len(sources) + n_devices)
+        self._pack_submit = packing(5 + len(sources) + n_devices)
         self._reference = weakref.ref(self)
         if n_threads:
             exit_hook.pools.add(self._reference)
@@ -161,9 +161,7 @@ class Engine:
             ClosedError: If the engine was shut down.
             MemoryError: If memory is missing.
         """
-        request = self._pack_submit(
-            self._engine, rows, 0, n, stream, self._n_sources, *outs, *devices
-        )
+        request = self._pack_submit(self._engine, rows, n, stream, self._n_sources, *outs, *devices)
         number = self.n_submitted
         try:
             self._memory[0][number] = memory

@@ -182,7 +182,7 @@ int pf_has_shrunk(const struct pf_source *source)
     return 0;
 }
 
-int pf_copy_guarded(const struct pf_source *source, const int64_t *from, int64_t first,
+int pf_copy_guarded(const struct pf_source *source, const int64_t *from,
                     const struct pf_rows *target, const int64_t *to, int64_t begin, int64_t end,
                     int bypass)
 {
@@ -192,7 +192,7 @@ int pf_copy_guarded(const struct pf_source *source, const int64_t *from, int64_t
             return -1;
         attempt = &copy;
     }
-    pf_copy_parts(source, from, first, target, to, begin, end, bypass);
+    pf_copy_parts(source, from, 0, target, to, begin, end, bypass);
     attempt = NULL;
     return 0;
 }

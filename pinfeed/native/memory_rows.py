@@ -72,7 +72,7 @@ class MemoryRows:
         self._parts = parts
         self.description = _description(row_nbytes, parts)
         """Description of the rows, as the compiled functions take it."""
-        self._pack = packing(8 + len(self.description))
+        self._pack = packing(7 + len(self.description))
         self._copy = found.copy
         self._copy_runs = found.copy_runs
 
@@ -144,7 +144,6 @@ class MemoryRows:
             places = positions.ctypes.data
         request = (
             rows.__array_interface__["data"][0],
-            0,
             len(rows),
             out.__array_interface__["data"][0],
             len(out),
@@ -159,7 +158,7 @@ class MemoryRows:
         """Copy rows to memory for as many rows, given its address."""
         rows = np.ascontiguousarray(rows, np.int64)
         n = len(rows)
-        request = (rows.ctypes.data, 0, n, address, n, self.row_nbytes, 0, 0)
+        request = (rows.ctypes.data, n, address, n, self.row_nbytes, 0, 0)
         if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
@@ -201,7 +200,7 @@ class MemoryRows:
         (part,) = self._parts
         rows = np.ascontiguousarray(rows, np.int64)
         n = len(rows)
-        request = (0, 0, n, part.address, part.n_rows, part.stride, rows.ctypes.data, True)
+        request = (0, n, part.address, part.n_rows, part.stride, rows.ctypes.data, True)
         source = MemoryPart(values.ctypes.data, n, self.row_nbytes)
         self._copy(self._pack(*request, *_description(self.row_nbytes, [source])))
 

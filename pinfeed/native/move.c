@@ -68,17 +68,17 @@ int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to)
 }
 
 /* Stages the first parts, and queues their copies. */
-static int stage(const struct pf_move *move)
+static int stage(const struct pf_move *move, char *const *devices, const char *const *from)
 {
     const struct pf_staged staged = {move->driver, move->side,    move->staging, move->offsets,
-                                     move->nbytes, move->devices, move->n_staged};
+                                     move->nbytes, devices,       move->n_staged};
     int error = 0;
     int64_t sent = 0, end = 0;
     for (int64_t i = 0; i < move->n_staged && !error; i++) {
         for (int64_t done = 0; done < move->nbytes[i] && !error;) {
             const int64_t left = move->nbytes[i] - done;
             const int64_t step = left < PF_COPY_NBYTES ? left : PF_COPY_NBYTES;
-            memcpy(move->staging + move->offsets[i] + done, move->from[i] + done, (size_t)step);
+            memcpy(move->staging + move->offsets[i] + done, from[i] + done, (size_t)step);
             done += step;
             end = move->offsets[i] + done;
             if (end - sent >= PF_COPY_NBYTES) {
@@ -90,7 +90,7 @@ static int stage(const struct pf_move *move)
     return error ? error : pf_copy_staged(&staged, sent, end);
 }
 
-int pf_move(const struct pf_move *move)
+int pf_move(const struct pf_move *move, char *const *devices, const char *const *from)
 {
     const struct pf_driver *driver = move->driver;
     struct pf_scope scope = pf_enter(driver);
@@ -104,25 +104,23 @@ int pf_move(const struct pf_move *move)
     if (!error)
         error = driver->wait(move->side, move->released, 0); /* (2) */
     if (!error)
-        error = stage(move);
+        error = stage(move, devices, from);
     for (int64_t i = move->n_staged; i < move->n && !error; i++)
         if (move->nbytes[i])
-            error = driver->copy(move->devices[i], move->from[i], (size_t)move->nbytes[i],
-                                 move->side);
+            error = driver->copy(devices[i], from[i], (size_t)move->nbytes[i], move->side);
     /* After an error, too, the next batch of the slot waits for the copies that were queued. */
     const int recorded = driver->record(move->copied, move->side);
     pf_leave(driver, &scope);
     return error ? error : recorded;
 }
 
-int pf_receive(const struct pf_move *move, int *is_idle)
+int pf_receive(const struct pf_driver *driver, void *compute, void *released, void *copied)
 {
-    const struct pf_driver *driver = move->driver;
     struct pf_scope scope = pf_enter(driver);
-    *is_idle = driver->query(move->released) != PF_NOT_READY;
-    const int error = driver->wait(move->compute, move->copied, 0); /* (4) */
+    const int is_idle = driver->query(released) != PF_NOT_READY;
+    const int error = driver->wait(compute, copied, 0); /* (4) */
     pf_leave(driver, &scope);
-    return error;
+    return error ? -error : is_idle;
 }
 
 int pf_queue(const struct pf_queue *queue, const struct pf_copy *copies, const int64_t *moves)

@@ -56,8 +56,9 @@ void pf_copy_parts(const struct pf_source *source, const int64_t *from, int64_t 
 
 /* guard.c */
 
-/* Copies as pf_copy_parts does. Returns 0, or -1 if a page of a file could not be loaded. */
-int pf_copy_guarded(const struct pf_source *source, const int64_t *from, int64_t first,
+/* Copies as pf_copy_parts does, with `first` = 0. Returns 0, or -1 if a page of a file could not be
+ * loaded. */
+int pf_copy_guarded(const struct pf_source *source, const int64_t *from,
                     const struct pf_rows *target, const int64_t *to, int64_t begin, int64_t end,
                     int bypass);
 
@@ -145,14 +146,14 @@ void pf_engine_start(struct pf_engine *engine, int n_threads);
 /* Submits a job, and returns its number, or -1 if memory is missing. The place of the job, and its
  * slot, must be free.
  *
- * rows: indices of the rows, shape (n,); NULL for `n` rows from `first` on
+ * rows: indices of the rows, shape (n,)
  * compute: with a driver, the stream whose later work may use the memory of the job on the GPU
  * outs: where the rows of each source go: addresses, or with a driver ascending offsets in the
  *     slot's staging memory
  * devices: with a driver, where they go on the GPU, and after them where the rows of each table go
  *     that the GPU reads itself */
-int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t first, int64_t n,
-                         void *compute, const int64_t *outs, char *const *devices);
+int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t n, void *compute,
+                         const int64_t *outs, char *const *devices);
 
 struct pf_result {
     double begin_s; /* when the first piece began, in seconds of CLOCK_MONOTONIC */
@@ -216,7 +217,7 @@ struct pf_staged {
  * staging memory are one copy. Returns 0 or an error of the driver. */
 int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to);
 
-/* A batch; `pf_receive` needs the first five. */
+/* A batch. */
 struct pf_move {
     const struct pf_driver *driver;
     void *side;     /* stream of the copies */
@@ -228,19 +229,20 @@ struct pf_move {
     int64_t n;        /* number of parts */
     const int64_t *offsets; /* of each part in staging memory, ascending */
     const int64_t *nbytes;  /* of each part */
-    char *const *devices;   /* where each part goes */
-    const char *const *from; /* where each part is */
 };
 
 /* Queues the copies of a batch. The caller keeps page-locked parts until `copied` has passed.
+ *
+ * devices: where each part goes
+ * from: where each part is
+ *
  * Returns 0, an error of the driver, or PF_NOT_READY if the last copies from the slot's staging
  * memory are not done, after which nothing was done. */
-int pf_move(const struct pf_move *move);
+int pf_move(const struct pf_move *move, char *const *devices, const char *const *from);
 
-/* Makes later work of `compute` see the batch. Returns 0 or an error of the driver.
- *
- * is_idle: receives whether the GPU had done all work queued before the event `released` */
-int pf_receive(const struct pf_move *move, int *is_idle);
+/* Makes later work of `compute` see the batch. Returns whether the GPU had done all work queued
+ * before the event `released`, or the negative error of the driver. */
+int pf_receive(const struct pf_driver *driver, void *compute, void *released, void *copied);
 
 /* A copy between the host and the GPU. */
 struct pf_copy {
@@ -323,8 +325,8 @@ struct pf_moves {
 
 /* Writes the row indices [begin, end) of a job where they are staged; all of them if they are
  * sorted. Returns whether they are the rows from the first one of the job on. */
-int pf_stage_indices(const struct pf_direct *direct, const int64_t *rows, int64_t first,
-                     int64_t begin, int64_t end, char *staged);
+int pf_stage_indices(const struct pf_direct *direct, const int64_t *rows, int64_t begin,
+                     int64_t end, char *staged);
 
 enum { PF_FROM_TABLES, PF_TO_TABLES };
 

@@ -141,7 +141,7 @@ static int write_directly(const struct pf_writer *writer, const struct write *wr
     const int64_t nbytes = write->n * direct->index_nbytes;
     int64_t start = write->rows[0];
     int error = 0;
-    if (!pf_stage_indices(direct, write->rows, 0, 0, write->n, indices)) {
+    if (!pf_stage_indices(direct, write->rows, 0, write->n, indices)) {
         start = -1;
         error = writer->driver->copy(write->devices[direct->part], indices, (size_t)nbytes,
                                      writer->side);

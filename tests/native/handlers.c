@@ -120,7 +120,7 @@ int main(int argc, char **argv)
             sigaction(SIGBUS, &before[last], NULL);
             break;
         case 'o':
-            if (pf_copy_guarded(&source, NULL, 0, &target, NULL, 0, 1, 0))
+            if (pf_copy_guarded(&source, NULL, &target, NULL, 0, 1, 0))
                 say('r');
             break;
         case 'f':

@@ -270,7 +270,7 @@ static void submit(struct run *run, uint32_t number)
         add(&job->layout, job->n * nbytes, &run->seed);
     }
     job->block = allocate(&run->program, &job->layout);
-    check(pf_engine_submit(run->engine, job->rows, 0, job->n, run->program.streams[0],
+    check(pf_engine_submit(run->engine, job->rows, job->n, run->program.streams[0],
                            job->layout.offsets, job->layout.devices)
           == number);
 }
@@ -469,10 +469,10 @@ static void load(struct batch *batch, uint32_t *seed)
 static void send(struct batch *batch)
 {
     const struct pf_move *const move = &batch->move;
-    int error = pf_move(move);
+    int error = pf_move(move, batch->layout.devices, batch->from);
     if (error == PF_NOT_READY) {
         check(!driver->sync(batch->copied));
-        error = pf_move(move);
+        error = pf_move(move, batch->layout.devices, batch->from);
     }
     check(!error);
 }
@@ -500,9 +500,7 @@ static void *loader_loop(void *argument)
                                        0,
                                        0,
                                        batch->layout.offsets,
-                                       batch->layout.nbytes,
-                                       batch->layout.devices,
-                                       batch->from};
+                                       batch->layout.nbytes};
     }
     char *blocks[N_SLOTS];
     for (uint32_t sent = 0, received = 0; received < N_MOVES; received++) {
@@ -513,8 +511,7 @@ static void *loader_loop(void *argument)
             send(batch);
         }
         const struct batch *const batch = &batches[received % N_SLOTS];
-        int is_idle = -1;
-        check(!pf_receive(&batch->move, &is_idle) && is_idle >= 0);
+        check(pf_receive(driver, program.streams[0], batch->released, batch->copied) >= 0);
         struct reading *const reading = next_reading(&program);
         for (int64_t i = 0; i < batch->move.n; i++) {
             const size_t nbytes = (size_t)batch->layout.nbytes[i];

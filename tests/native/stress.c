@@ -59,7 +59,7 @@ static void *loop(void *argument)
                 n[place] = random_below(&seed, MOST);
                 for (int64_t i = 0; i < n[place]; i++)
                     rows[place][i] = random_below(&seed, N_ROWS);
-                if (pf_engine_submit(engine, rows[place], 0, n[place], NULL, outs[place], NULL)
+                if (pf_engine_submit(engine, rows[place], n[place], NULL, outs[place], NULL)
                     != submitted)
                     abort();
             }
@@ -85,7 +85,7 @@ static void *loop(void *argument)
     /* An engine that is stopped while jobs are left. */
     struct pf_engine *engine = pf_engine_open(N_SOURCES, sources, N_PLACES, 1, 0);
     pf_engine_start(engine, 2);
-    pf_engine_submit(engine, rows[0], 0, 100, NULL, outs[0], NULL);
+    pf_engine_submit(engine, rows[0], 100, NULL, outs[0], NULL);
     pf_engine_stop(engine);
     pf_engine_free(engine, 0);
     for (int k = 0; k < N_SOURCES; k++) {
@@ -143,7 +143,7 @@ static void *loop_over_file(void *argument)
                 const int64_t out = (intptr_t)copies + submitted % N_PLACES * MOST * NBYTES;
                 for (int64_t i = 0; i < MOST; i++)
                     own[i] = random_below(&seed, N_ROWS);
-                pf_engine_submit(engine, own, 0, MOST, NULL, &out, NULL);
+                pf_engine_submit(engine, own, MOST, NULL, &out, NULL);
             }
             if (waited == N_JOBS / 3)
                 pthread_create(&shrinker, NULL, shrink, (void *)(intptr_t)fd);
