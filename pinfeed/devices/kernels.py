@@ -14,9 +14,8 @@ faster, and the products take 1.3 to 1.7 times as long with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import TypeVar
 
 from pinfeed.native.row_moves import (
     MAX_TABLES,
@@ -28,8 +27,6 @@ from pinfeed.native.row_moves import (
 )
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import row_nbytes
-
-T = TypeVar("T")
 
 N_BLOCKS = 8
 """Most blocks of a launch; a small batch needs fewer."""
@@ -159,6 +156,7 @@ __device__ void scatter_rows(const Index* __restrict__ rows, unsigned n_rows, co
 #define KERNELS(width, Word) \
     KERNEL(gather, width, Word, int32, int) \
     KERNEL(gather, width, Word, int64, long long) \
+    KERNEL(gather, width, Word, pair, Pair) \
     KERNEL(scatter, width, Word, int32, int) \
     KERNEL(scatter, width, Word, int64, long long)
 
@@ -167,22 +165,15 @@ KERNELS(8, uint2)
 KERNELS(4, unsigned int)
 KERNELS(2, unsigned short)
 KERNELS(1, unsigned char)
-
-KERNEL(gather, 16, uint4, pair, Pair)
-KERNEL(gather, 8, uint2, pair, Pair)
-KERNEL(gather, 4, unsigned int, pair, Pair)
-KERNEL(gather, 2, unsigned short, pair, Pair)
-KERNEL(gather, 1, unsigned char, pair, Pair)
 """
-KERNELS: dict[tuple[str, int, int], str] = {
-    (name, width, nbytes): f"{name}_rows_{width}_int{8 * nbytes}"
-    for name in ("gather", "scatter")
+_INDICES = {"gather": ("int32", "int64", "pair"), "scatter": ("int32", "int64")}
+NAMES = tuple(
+    f"{kind}_rows_{width}_{index}"
+    for kind, indices in _INDICES.items()
     for width in _WIDTHS
-    for nbytes in (4, 8)
-}
-"""Names of the kernels by direction, bytes of a word, and bytes of a row index."""
-PAIRED: dict[int, str] = {width: f"gather_rows_{width}_pair" for width in _WIDTHS}
-"""Names of the kernels that gather by pairs of a row and its place."""
+    for index in indices
+)
+"""Names of the kernels: direction, bytes of a word, and kind of a row index."""
 
 
 OPTIONS = (
@@ -193,8 +184,6 @@ OPTIONS = (
     f"--maxrregcount={_N_REGISTERS}",
 )
 """Options of the compiler."""
-NAMES = (*KERNELS.values(), *PAIRED.values())
-"""Names of all kernels."""
 
 
 def word_width(divisible: int) -> int:
@@ -203,16 +192,12 @@ def word_width(divisible: int) -> int:
     return (divisible | WIDEST_WORD) & -(divisible | WIDEST_WORD)
 
 
-def _by_width(tables: Iterable[T], divisible: Callable[[T], int]) -> Iterator[tuple[int, list[T]]]:
-    """Yield the bytes of a word, and tables that one launch moves by such words.
+def _by_width(tables: Iterable[Table]) -> Iterator[tuple[int, list[Table]]]:
+    """Yield the bytes of a word, and tables that one launch moves by such words."""
 
-    Args:
-        tables: The tables.
-        divisible: Returns a number for each table that its words divide.
-    """
-
-    def width(table: T) -> int:
-        return word_width(divisible(table))
+    def width(table: Table) -> int:
+        # The rows of a batch begin at addresses that every word divides.
+        return word_width(table.address | table.row_nbytes)
 
     for found, of_width in groupby(sorted(tables, key=width, reverse=True), width):
         group = list(of_width)
@@ -262,11 +247,10 @@ class RowKernels:
         if kind == "gather" and index_nbytes is None:
             shift = sort_shift(n_rows, max(table.row_nbytes for table in tables))
         index_nbytes = index_nbytes or (4 if n_rows < 1 << 31 else 8)
+        index = f"int{8 * index_nbytes}" if shift < 0 else "pair"
         found = []
-        # The rows of a batch begin at addresses that every word divides.
-        for width, group in _by_width(tables, lambda table: table.address | table.row_nbytes):
-            name = KERNELS[kind, width, index_nbytes] if shift < 0 else PAIRED[width]
-            kernel = self._module.handle(name)
+        for width, group in _by_width(tables):
+            kernel = self._module.handle(f"{kind}_rows_{width}_{index}")
             found.append(KernelLaunch(kernel, self.n_blocks, N_THREADS, width, group))
         return RowMoves(index_nbytes, shift, found)
 

@@ -18,7 +18,6 @@ from support.launches import Launching, Run, moves_of
 
 from pinfeed.devices import kernels
 from pinfeed.devices.kernels import (
-    KERNELS,
     N_THREADS,
     NAMES,
     OPTIONS,
@@ -208,7 +207,7 @@ def test_a_small_batch_takes_few_blocks(sizes: list[int], n_rows: int, n_blocks:
 def test_tables_of_one_word_width_share_a_launch() -> None:
     """Weights and state of a table are one launch, and a scalar for each row is another."""
     driver = launches([Rows(size) for size in (512, 4, 512, 512, 1, 4)], 100, 8)
-    assert driver.launched == [KERNELS["gather", width, 4] for width in (16, 4, 1)]
+    assert driver.launched == [f"gather_rows_{width}_int32" for width in (16, 4, 1)]
     assert [int(argument["n_tables"]) for argument in driver.arguments] == [3, 2, 1]
 
 
@@ -327,7 +326,7 @@ def test_an_engine_launches_them(
     if is_long and reads.shift < 0:
         by_name = {name: 1 + i for i, name in enumerate(driver.names)}
         launches = [
-            one._replace(kernel=by_name[KERNELS["gather", one.width, 8]]) for one in reads.launches
+            one._replace(kernel=by_name[f"gather_rows_{one.width}_int64"]) for one in reads.launches
         ]
         reads = reads._replace(index_nbytes=8, launches=launches)
     nbytes = reads.indices.row_nbytes * len(rows)

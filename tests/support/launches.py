@@ -10,7 +10,7 @@ import torch
 
 from pinfeed.devices import kernels
 from pinfeed.devices.cuda_driver import CudaDriver
-from pinfeed.devices.kernels import KERNELS, N_BLOCKS, PAIRED
+from pinfeed.devices.kernels import N_BLOCKS, NAMES
 from pinfeed.native.driver import DriverTable
 from pinfeed.native.engine import Engine
 from pinfeed.native.library import library
@@ -45,7 +45,7 @@ class Launching:
         }
         names = "push pop exchange_capture_mode create destroy record wait query sync copy launch"
         self._run = run
-        self.names = [*KERNELS.values(), *PAIRED.values()]
+        self.names = list(NAMES)
         self.launched: list[str] = []
         self.arguments: list[Any] = []
         self.n_blocks: list[int] = []
