@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -156,7 +158,7 @@ class CudaDevice(DirectAccess, SingleCalls):
         # set_ instead of view, because autograd and in-place operations must treat the user's
         # tensor as an independent tensor.
         return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(
-            buffer.untyped_storage(), offset // dtype.itemsize, shape
+            buffer.untyped_storage(), offset // dtype.itemsize, shape, _strides(shape)
         )
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -317,6 +319,10 @@ def _is_plain(value: Any) -> bool:
         and value.dtype in NUMPY
         and not value.requires_grad
     )
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
 
 
 def _dense(values: torch.Tensor) -> torch.Tensor:

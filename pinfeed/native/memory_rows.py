@@ -154,14 +154,6 @@ class MemoryRows:
         if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
-    def gather_to(self, rows: Indices, address: int) -> None:
-        """Copy rows to memory for as many rows, given its address."""
-        rows = np.ascontiguousarray(rows, np.int64)
-        n = len(rows)
-        request = (rows.ctypes.data, n, address, n, self.row_nbytes, 0, 0)
-        if self._copy(self._pack(*request, *self.description)):
-            raise self.error()
-
     def gather_runs(
         self, starts: Indices, lengths: Indices, places: Indices, out: npt.NDArray[Any]
     ) -> None:

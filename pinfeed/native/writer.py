@@ -15,6 +15,7 @@ from pinfeed.errors import ClosedError
 from pinfeed.native.driver import Driver
 from pinfeed.native.library import Library, library, packing
 from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.native.row_moves import StagedIndices
 from pinfeed.threads.exit import current_owner, exit_hook
 
 _pack_1 = packing(1)
@@ -53,13 +54,14 @@ class RowWriter:
         side: Handle of the stream of the copies.
         staging: Two page-locked memories of the host, each for the largest write.
         n_pending: Maximum number of writes that have not ended.
-        staged: Stores that are written from staging memory: the first parts of a write.
-        row_nbytes: Bytes of a row of each other part: none, or the row indices, for which any
-            number stands, and the stores that the device writes itself.
+        sources: Rows of each part of a write: those that are written from staging memory, then row
+            indices for the device, and then rows that it writes itself. Without the last, there
+            are no row indices.
         n_threads: Number of threads; with 0, those who wait for a write make it.
+        n_staged: Number of parts that have staging memory: all but those of the device.
         direct: Writes of rows by the device itself, see ``RowMoves.description``; None if there
             are none.
-        owner: Object that keeps the memory of the stores alive.
+        owner: Object that keeps the kernels of the device alive.
 
     Raises:
         Exception: If a call of the driver failed; the driver's error.
@@ -71,10 +73,10 @@ class RowWriter:
         side: int,
         staging: Sequence[npt.NDArray[np.uint8]],
         n_pending: int,
-        staged: Sequence[MemoryRows],
-        row_nbytes: Sequence[int],
+        sources: Sequence[MemoryRows | StagedIndices],
         *,
         n_threads: int,
+        n_staged: int,
         direct: npt.NDArray[np.int64] | None,
         owner: object,
     ) -> None:
@@ -87,22 +89,24 @@ class RowWriter:
         self._library = found
         self._driver = driver
         address = ctypes.c_int64()
+        # Row indices are staged, but not written to a store.
+        n_written = n_staged - (direct is not None)
         # A store is its only part and the bytes of a row; see ``pf_store`` in pinfeed.h.
-        stores = [(*rows.description[2:], rows.row_nbytes) for rows in staged]
-        stores += [(0,) * 7 + (nbytes,) for nbytes in row_nbytes]
+        stores = [(*rows.description[2:], rows.row_nbytes) for rows in sources[:n_written]]
+        stores += [(0,) * 7 + (rows.row_nbytes,) for rows in sources[n_written:]]
         request = (
             driver.address,
             side,
             *(memory.ctypes.data for memory in staging),
             n_pending + 1,
             0 if direct is None else direct.ctypes.data,
-            len(staged),
+            n_written,
             ctypes.addressof(address),
             len(stores),
             *itertools.chain.from_iterable(stores),
         )
         # The memory of each write that has not ended, by its number, and what all writes use.
-        memory: dict[Any, object] = {_ALL: (driver, staging, staged, direct, owner)}
+        memory: dict[Any, object] = {_ALL: (driver, staging, sources, direct, owner)}
         self._memory = memory
         # An interrupt after the next call leaves a writer that is freed.
         end = weakref.finalize(self, _end, found, address, exit_hook.n_forks, memory)

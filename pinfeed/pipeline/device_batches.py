@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pinfeed.devices.device import Device, Stream, Tensor
+from pinfeed.devices.device import Stream, Tensor
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.native.driver import NOT_READY, Driver, DriverEvent
 from pinfeed.native.library import library, packing
+from pinfeed.pipeline.device_rows import DeviceMover
 from pinfeed.pipeline.part_memory import WHOLE, known_nbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot
@@ -46,7 +47,7 @@ class MovedBatch(NamedTuple):
     """State of the loader after the batch."""
 
 
-class DeviceBatches:
+class DeviceBatches(DeviceMover):
     """Moves the batches of one loop at a time to a device, without threads.
 
     Args:
@@ -57,30 +58,25 @@ class DeviceBatches:
     def __init__(self, transfer: Transfer, driver: Driver) -> None:
         found = library()
         assert found is not None
+        super().__init__(transfer, driver)
         self._library = found
-        self._transfer = transfer
-        self._driver = driver
         self._side = transfer.read_stream.handle
-        self.device: Device = transfer.device
-        self.counters = transfer.counters
         self._layout: LoaderLayout | None = None
         self._n_moved = 0
         # Event after the last copies that read the memory of a batch itself.
         self._reading: DriverEvent | None = None
-        self._slots: Sequence[DeviceSlot] = ()
         # For each slot the events ``released`` and ``copied``.
         self._events: list[tuple[DriverEvent, DriverEvent]] = []
 
     @property
     def is_stopping(self) -> bool:
         """Whether another thread ends the loop."""
-        return self._transfer.is_stopping
+        return self.transfer.is_stopping
 
     def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
-        """Begin a loop, and return the slots that it uses."""
-        self._slots = self._transfer.begin(schedule)
-        self._events = [(self._driver.event(), self._driver.event()) for _ in self._slots]
-        return self._slots
+        slots = super().begin(schedule)
+        self._events = [(self.driver.event(), self.driver.event()) for _ in slots]
+        return slots
 
     def finish_reads(self) -> None:
         """Wait until the memory of the last batch was read, because a loader may fill it again."""
@@ -119,23 +115,15 @@ class DeviceBatches:
                 self.device.share(tensor, compute)
         slot.tensors = []
         released, copied = self._events[moved.at]
-        request = (self._driver.address, compute.handle, released.handle, copied.handle)
+        request = (self.driver.address, compute.handle, released.handle, copied.handle)
         is_idle = self._library.receive(_pack_receive(*request))
         if is_idle < 0:
-            self._driver.raise_error(-is_idle)
+            self.driver.raise_error(-is_idle)
         return bool(is_idle)
 
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
         """Return no tensors, because ``receive`` lends the batches."""
         return deque()
-
-    def stop(self) -> None:
-        """End the loop at its next step. Any thread may call this."""
-        self._transfer.stop()
-
-    def quiesce(self) -> None:
-        """Wait for queued copies, and drop the batches that were not lent (consumer)."""
-        self._transfer.quiesce()
 
     def _move(
         self, at: int, tensors: Sequence[Any], compute: Stream
@@ -150,13 +138,13 @@ class DeviceBatches:
             slot = self._slots[at]
             if len(slot.staging.get(WHOLE, ())) < layout.staged_nbytes:
                 copied.sync()  # (1) larger memory replaces the one from which copies may still read
-            memory = self._transfer.staging_of(slot, layout.staged_nbytes)
+            memory = self.transfer.staging_of(slot, layout.staged_nbytes)
             staging = memory.__array_interface__["data"][0]
         found, _ = self.device.empty_parts(layout.memory, compute)
         n = len(tensors)
         table = layout.table.__array_interface__["data"][0]
         request = packing(10 + 2 * n)(
-            self._driver.address,
+            self.driver.address,
             self._side,
             compute.handle,
             released.handle,
@@ -177,11 +165,11 @@ class DeviceBatches:
             code = queue(request)
         if layout.n_staged < len(tensors):
             self._reading = copied
-        if self._transfer.is_stopping:
+        if self.transfer.is_stopping:
             # Another thread ends the loop, and may have waited for its copies before these.
             copied.sync()
         if code:
-            self._driver.raise_error(code)
+            self.driver.raise_error(code)
         return layout.in_batch_order(found), layout.memory.nbytes_of_rows
 
     def _move_any(self, at: int, batch: HostBatch, compute: Stream, state: Any) -> MovedBatch:

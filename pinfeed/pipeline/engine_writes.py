@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pinfeed.devices.device import Tensor
-from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.native.row_moves import RowMoves
 from pinfeed.native.writer import RowWriter
-from pinfeed.pipeline.device_rows import DeviceRows
+from pinfeed.pipeline.device_rows import DeviceParts, DeviceRows
 from pinfeed.pipeline.loop_threads import N_SCATTER_HELPERS, LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.source import RowGroup
@@ -22,9 +20,6 @@ from pinfeed.pipeline.write_queue import LoopWrites
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import Store
-
-# Stands for the row indices among the positions of stores.
-_INDICES = -1
 
 
 def are_in_memory(stores: Sequence[Store]) -> bool:
@@ -62,21 +57,8 @@ class EngineWrites(LoopWrites):
         self._n_threads = 1 + N_SCATTER_HELPERS if schedule.depth else 0
         self._seconds = 0.0
         written = {k: store for k, store in enumerate(stores) if store.writable}
-        reached = {k: store for k, store in written.items() if self._device.reaches(store)}
-        types = {k: (store.row_shape, store.dtype) for k, store in written.items()}
-        self._moves: RowMoves | None = None
-        if reached:
-            self._moves = self._device.row_moves("scatter", reached)
-            types[_INDICES] = self._moves.indices.row_type
-        self._memory_rows = {k: memory_rows[k] for k in written}
-        self._nbytes = {k: rows.row_nbytes for k, rows in self._memory_rows.items()}
-        # The parts of a write: row indices follow what goes through staging memory. Short rows come
-        # first, because small parts share memory.
-        order = sorted(types, key=lambda k: (k in reached, k == _INDICES, self._nbytes.get(k, 0)))
-        self._places = {k: place for place, k in enumerate(order)}
-        self._n_staged = len(written) - len(reached)
-        self._row_types = [types[k] for k in order]
-        self._full = self._layout(batch_size)
+        self._parts = DeviceParts(self._device, "scatter", written, memory_rows)
+        self._full = self._parts.job.layout(batch_size)
 
     def write(
         self,
@@ -100,7 +82,7 @@ class EngineWrites(LoopWrites):
         if check:
             self.check()
         n = len(group.rows)
-        layout = self._full if n == self._batch_size else self._layout(n)
+        layout = self._full if n == self._batch_size else self._parts.job.layout(n)
         compute = self._device.current_stream()
         held, _ = self._device.empty_parts(layout, compute)
         held_at = list(map(self._device.address, held))
@@ -109,7 +91,7 @@ class EngineWrites(LoopWrites):
             if tensor is not None:
                 # The program may have changed its stream since it allocated this.
                 self._device.share(tensor, compute)
-                place = self._places[k]
+                place = self._parts.places[k]
                 values_at[place] = self._device.dense_address(tensor)
                 if not values_at[place]:
                     self._device.copy(tensor, held[place], compute)
@@ -157,27 +139,17 @@ class EngineWrites(LoopWrites):
     def _opened(self) -> RowWriter:
         """Open the writer."""
         mover = self._mover
-        order = list(self._places)
+        parts = self._parts
         ends = [*self._full.offsets, self._full.nbytes]
-        # Row indices are staged, too.
-        n_staged = self._n_staged + (self._moves is not None)
-        direct = None
-        if self._moves is not None:
-            direct = self._moves.description(
-                lambda table: self._places[table.store], self._n_staged
-            )
         return RowWriter(
             mover.driver,
             mover.transfer.write_stream.handle,
-            mover.transfer.write_staging(ends[n_staged]),
+            mover.transfer.write_staging(ends[parts.n_staged]),
             max(1, self._limit),
-            [self._memory_rows[k] for k in order[: self._n_staged]],
-            [self._nbytes.get(k, 0) for k in order[self._n_staged :]],
+            parts.sources,
             n_threads=self._n_threads,
-            direct=direct,
+            n_staged=parts.n_staged,
+            direct=parts.direct,
             # The device has compiled the kernels.
-            owner=(self._device, self._memory_rows),
+            owner=self._device,
         )
-
-    def _layout(self, n: int) -> RowLayout:
-        return RowLayout.of([BatchPart.of((n, *shape), dtype) for shape, dtype in self._row_types])

@@ -157,7 +157,9 @@ class HostTransfer:
         Raises:
             ReadError: If the rows cannot be read.
         """
-        source.gather_to(rows, tensor.data_ptr())
+        from pinfeed.tensors.numpy_torch import memory_of
+
+        source.gather(rows, memory_of(tensor))
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
         """Call ``device_transform`` on the batch of a full slot (transform thread).
