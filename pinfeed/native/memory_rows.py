@@ -46,17 +46,6 @@ class MemoryRows:
         error: Returns the error of a copy that has failed.
     """
 
-    __slots__ = (
-        "_copy",
-        "_copy_runs",
-        "_pack",
-        "_parts",
-        "description",
-        "error",
-        "owner",
-        "row_nbytes",
-    )
-
     def __init__(
         self,
         owner: object,

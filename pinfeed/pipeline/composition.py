@@ -37,8 +37,7 @@ from pinfeed.pipeline.filler import (
     TransformingFiller,
     close_unless_running,
 )
-from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.host_writes import HostWrites
+from pinfeed.pipeline.host_transfer import HostTransfer, HostWrites
 from pinfeed.pipeline.loader_loop import LoaderLoop, MovingLoaderLoop
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.loop_threads import LoopThreads
