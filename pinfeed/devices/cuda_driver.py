@@ -109,7 +109,9 @@ class CudaDriver:
         """
         released, done = self.event(), self.event()
         request = [self.address, before, stream, released.handle, done.handle, written]
-        request += [len(copies) // 3, len(moves), *copies]
+        # Nothing is staged.
+        request += [0, 0, len(copies) // 3, len(moves)]
+        request += [*copies[2::3], *copies[::3], *copies[1::3]]
         for move in moves:
             request += (*move.fields, len(move.devices), *move.devices)
         self._check(self._library.queue(packing(len(request))(*request)))

@@ -203,20 +203,21 @@ _Static_assert(sizeof(struct pf_row_copy) == 6 * sizeof(int64_t), "a copy is six
 DRIVER_CALL(pf_api_copy_rows, pf_copy_rows(driver, pointer(a[1]), pointer(a[2]), a[3], a[4],
                                            (const struct pf_row_copy *)(a + 6), a[5]))
 
-_Static_assert(sizeof(struct pf_move) == 10 * sizeof(int64_t), "a move is ten numbers");
-_Static_assert(sizeof(struct pf_queue) == 8 * sizeof(int64_t), "a queue is eight numbers");
-_Static_assert(sizeof(struct pf_copy) == 3 * sizeof(int64_t), "a copy is three numbers");
+_Static_assert(sizeof(struct pf_queue) == 10 * sizeof(int64_t), "a queue is ten numbers");
 
-/* Arguments: those of struct pf_move, in order, where each part goes, and where it is. */
-FUNCTION(pf_api_move, pf_move((const struct pf_move *)a, (char *const *)(a + 10),
-                              (const char *const *)(a + 10 + a[7])))
+/* Arguments: those of struct pf_queue, in order, offsets of the staged parts; bytes of each copy,
+ * then where each goes, and then from where; and the moves. Returns as pf_queue does. */
+PF_API int64_t pf_api_queue(const int64_t *a)
+{
+    const struct pf_queue *const queue = (const struct pf_queue *)a;
+    const int64_t *const offsets = a + 10, n = queue->n_copies;
+    const int64_t *const nbytes = offsets + queue->n_staged;
+    return pf_queue(queue, offsets, nbytes, (char *const *)(nbytes + n),
+                    (const char *const *)(nbytes + 2 * n), nbytes + 3 * n);
+}
 
 /* Arguments: driver, stream of the loop, event before the copies, event after them. */
 FUNCTION(pf_api_receive, pf_receive(pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3])))
-
-/* Arguments: those of struct pf_queue, in order, the copies, and the moves. */
-FUNCTION(pf_api_queue, pf_queue((const struct pf_queue *)a, (const struct pf_copy *)(a + 8),
-                                a + 8 + 3 * a[6]))
 
 /* ---- other functions ------------------------------------------------------------------------- */
 

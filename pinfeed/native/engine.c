@@ -131,10 +131,9 @@ struct job {
     int64_t n;
     double begin_s;
     double end_s;
-    char **outs; /* where the rows of each source go */
+    int64_t *outs; /* where the rows of each source go: addresses, or offsets in the slot */
     /* With a driver only: */
     struct slot *slot;
-    int64_t *offsets;      /* where the rows of each source begin in the slot */
     int64_t *nbytes;       /* of the rows of each source */
     char **devices;        /* where they go on the GPU, and the rows that the GPU reads itself */
     uint32_t n_sent;       /* pieces whose copies are queued; the sender's */
@@ -240,12 +239,13 @@ static void gather_piece(const struct pf_engine *engine, struct job *job, int64_
     int64_t begin, end;
     const int k = source_of_piece(engine, job, piece, &begin, &end);
     const struct pf_source *rows = &engine->sources[k].rows;
+    char *const out = job->slot ? job->slot->staging + job->outs[k] : (char *)job->outs[k];
     if (!rows->n_parts) {
-        if (!pf_stage_indices(engine->direct, job->rows, begin, end, job->outs[k]))
+        if (!pf_stage_indices(engine->direct, job->rows, begin, end, out))
             atomic_store(&job->is_mixed, 1);
         return;
     }
-    const struct pf_rows target = {.base = job->outs[k], .n = job->n, .stride = rows->row_nbytes};
+    const struct pf_rows target = {.base = out, .n = job->n, .stride = rows->row_nbytes};
     if (pf_copy_guarded(rows, job->rows, &target, NULL, begin, end, engine->bypass))
         note(&job->failed, k + 1);
 }
@@ -269,7 +269,7 @@ static int64_t end_of_pieces(const struct pf_engine *engine, const struct job *j
         return 0;
     int64_t begin, end;
     const int k = source_of_piece(engine, job, (int64_t)n - 1, &begin, &end);
-    return job->offsets[k] + end * engine->sources[k].rows.row_nbytes;
+    return job->outs[k] + end * engine->sources[k].rows.row_nbytes;
 }
 
 /* Queues copies of what was gathered of a job, unless that is little. Returns whether the job has
@@ -288,7 +288,7 @@ static int send_job(const struct pf_engine *engine, struct job *job)
         return 0;
     if (!job->n_sent)
         note(&job->error, driver->wait(engine->side, slot->released, 0)); /* (2) */
-    const struct pf_staged staged = {driver, engine->side, slot->staging, job->offsets,
+    const struct pf_staged staged = {driver,      engine->side, slot->staging,    job->outs,
                                      job->nbytes, job->devices, engine->n_sources};
     note(&job->error, pf_copy_staged(&staged, from, to));
     job->n_sent = n;
@@ -424,7 +424,6 @@ void pf_engine_free(struct pf_engine *engine, int is_forked)
     }
     for (uint32_t i = 0; engine->jobs && i < engine->n_places; i++) {
         free(engine->jobs[i].outs);
-        free(engine->jobs[i].offsets);
         free(engine->jobs[i].nbytes);
         free(engine->jobs[i].devices);
         free(engine->jobs[i].done);
@@ -459,11 +458,9 @@ static int allocate(struct pf_engine *engine, const struct pf_source *sources)
     }
     for (uint32_t i = 0; i < engine->n_places; i++) {
         struct job *job = &engine->jobs[i];
-        const size_t n = (size_t)engine->n_sources;
-        job->outs = calloc(n, sizeof *job->outs);
-        job->offsets = calloc(n, sizeof *job->offsets);
-        job->nbytes = calloc(n, sizeof *job->nbytes);
-        if (!job->outs || !job->offsets || !job->nbytes)
+        job->outs = calloc((size_t)engine->n_sources, sizeof *job->outs);
+        job->nbytes = calloc((size_t)engine->n_sources, sizeof *job->nbytes);
+        if (!job->outs || !job->nbytes)
             return -1;
     }
     return 0;
@@ -583,18 +580,14 @@ int64_t pf_engine_submit(struct pf_engine *engine, const int64_t *rows, int64_t 
     job->rows = rows;
     job->n = n;
     job->n_pieces = (uint32_t)n_pieces;
-    char *staging = NULL;
+    memcpy(job->outs, outs, (size_t)engine->n_sources * sizeof *outs);
     if (engine->driver) {
         job->slot = &engine->slots[engine->next_slot];
         engine->next_slot = (engine->next_slot + 1) % engine->n_slots;
-        staging = job->slot->staging;
-        memcpy(job->offsets, outs, (size_t)engine->n_sources * sizeof *outs);
         memcpy(job->devices, devices, (size_t)engine->n_devices * sizeof *devices);
     }
-    for (int k = 0; k < engine->n_sources; k++) {
-        job->outs[k] = (char *)((intptr_t)staging + outs[k]);
+    for (int k = 0; k < engine->n_sources; k++)
         job->nbytes[k] = n * engine->sources[k].rows.row_nbytes;
-    }
     atomic_store(&job->unfinished, job->n_pieces);
     atomic_store(&job->failed, 0);
     atomic_store(&job->error, 0);

@@ -1,23 +1,18 @@
-/* Moves a batch that the loop's thread has, such as a batch of a loader, to a GPU.
+/* Work for a batch that the loop's thread queues by one call, after all work of another stream.
  *
- * Parts that are small, or in pageable memory, are copied into the page-locked staging memory of a
- * slot, one after the other. Small ones lie next to each other on the GPU, too, so they are one
- * copy. Long ones are a copy for each 2 MiB, which runs while the next ones are staged. Other parts
- * are copied from where they are.
+ * Parts of a batch of a loader that are small, or in pageable memory, are copied into the
+ * page-locked staging memory of a slot, one after the other. Small ones lie next to each other on
+ * the GPU, too, so they are one copy. Long ones are a copy for each 2 MiB, which runs while the
+ * next ones are staged. Other parts are copied from where they are, and the GPU moves rows itself.
  *
- *     move:    copied.query()  of the slot's last batch, before parts are staged           (1)
- *              released = record(compute)
- *              wait(side, released)                                                        (2)
- *              parts -> staging; copy(staging or part -> GPU, side)
- *              copied = record(side)
- *     receive: wait(compute, copied)                                                       (4)
- *
- *     queue:   released = record(compute)
- *              wait(side, released)                                                   (2), (7)
- *              copies(side)
- *              wait(side, written)                                                        (13)
- *              reads or writes of rows(side)
- *              done = record(side)
+ *     queue:   done.query()  of the slot's last batch, before parts are staged             (1)
+ *              released = record(before)
+ *              wait(stream, released)                                                 (2), (7)
+ *              parts -> staging; copy(staging or part -> GPU, stream)
+ *              wait(stream, written)                                                      (13)
+ *              reads or writes of rows(stream)
+ *              done = record(stream)
+ *     receive: wait(compute, done)                                                         (4)
  *
  * The numbers are those of the hazards in engine.c, transfer.py and row_window.py. */
 #include "pinfeed.h"
@@ -68,19 +63,20 @@ int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to)
 }
 
 /* Stages the first parts, and queues their copies. */
-static int stage(const struct pf_move *move, char *const *devices, const char *const *from)
+static int stage(const struct pf_queue *queue, const int64_t *offsets, const int64_t *nbytes,
+                 char *const *devices, const char *const *from)
 {
-    const struct pf_staged staged = {move->driver, move->side,    move->staging, move->offsets,
-                                     move->nbytes, devices,       move->n_staged};
+    const struct pf_staged staged = {queue->driver, queue->stream, queue->staging, offsets,
+                                     nbytes,        devices,       queue->n_staged};
     int error = 0;
     int64_t sent = 0, end = 0;
-    for (int64_t i = 0; i < move->n_staged && !error; i++) {
-        for (int64_t done = 0; done < move->nbytes[i] && !error;) {
-            const int64_t left = move->nbytes[i] - done;
+    for (int64_t i = 0; i < queue->n_staged && !error; i++) {
+        for (int64_t done = 0; done < nbytes[i] && !error;) {
+            const int64_t left = nbytes[i] - done;
             const int64_t step = left < PF_COPY_NBYTES ? left : PF_COPY_NBYTES;
-            memcpy(move->staging + move->offsets[i] + done, from[i] + done, (size_t)step);
+            memcpy(queue->staging + offsets[i] + done, from[i] + done, (size_t)step);
             done += step;
-            end = move->offsets[i] + done;
+            end = offsets[i] + done;
             if (end - sent >= PF_COPY_NBYTES) {
                 error = pf_copy_staged(&staged, sent, end);
                 sent = end;
@@ -90,50 +86,25 @@ static int stage(const struct pf_move *move, char *const *devices, const char *c
     return error ? error : pf_copy_staged(&staged, sent, end);
 }
 
-int pf_move(const struct pf_move *move, char *const *devices, const char *const *from)
+int pf_queue(const struct pf_queue *queue, const int64_t *offsets, const int64_t *nbytes,
+             char *const *devices, const char *const *from, const int64_t *moves)
 {
-    const struct pf_driver *driver = move->driver;
+    const struct pf_driver *driver = queue->driver;
     struct pf_scope scope = pf_enter(driver);
     /* An event without a record has passed. */
-    int error = move->n_staged ? driver->query(move->copied) : 0; /* (1) */
+    int error = queue->n_staged ? driver->query(queue->done) : 0; /* (1) */
     if (error) {
         pf_leave(driver, &scope);
         return error;
     }
-    error = driver->record(move->released, move->compute);
-    if (!error)
-        error = driver->wait(move->side, move->released, 0); /* (2) */
-    if (!error)
-        error = stage(move, devices, from);
-    for (int64_t i = move->n_staged; i < move->n && !error; i++)
-        if (move->nbytes[i])
-            error = driver->copy(devices[i], from[i], (size_t)move->nbytes[i], move->side);
-    /* After an error, too, the next batch of the slot waits for the copies that were queued. */
-    const int recorded = driver->record(move->copied, move->side);
-    pf_leave(driver, &scope);
-    return error ? error : recorded;
-}
-
-int pf_receive(const struct pf_driver *driver, void *compute, void *released, void *copied)
-{
-    struct pf_scope scope = pf_enter(driver);
-    const int is_idle = driver->query(released) != PF_NOT_READY;
-    const int error = driver->wait(compute, copied, 0); /* (4) */
-    pf_leave(driver, &scope);
-    return error ? -error : is_idle;
-}
-
-int pf_queue(const struct pf_queue *queue, const struct pf_copy *copies, const int64_t *moves)
-{
-    const struct pf_driver *driver = queue->driver;
-    struct pf_scope scope = pf_enter(driver);
-    int error = driver->record(queue->released, queue->before);
+    error = driver->record(queue->released, queue->before);
     if (!error)
         error = driver->wait(queue->stream, queue->released, 0); /* (2), (7) */
-    for (int64_t i = 0; i < queue->n_copies && !error; i++)
-        if (copies[i].nbytes)
-            error = driver->copy(copies[i].to, copies[i].from, (size_t)copies[i].nbytes,
-                                 queue->stream);
+    if (!error)
+        error = stage(queue, offsets, nbytes, devices, from);
+    for (int64_t i = queue->n_staged; i < queue->n_copies && !error; i++)
+        if (nbytes[i])
+            error = driver->copy(devices[i], from[i], (size_t)nbytes[i], queue->stream);
     if (queue->written && !error)
         error = driver->wait(queue->stream, queue->written, 0); /* (13) */
     for (int64_t i = 0; i < queue->n_moves && !error; i++) {
@@ -145,4 +116,13 @@ int pf_queue(const struct pf_queue *queue, const struct pf_copy *copies, const i
     const int recorded = driver->record(queue->done, queue->stream);
     pf_leave(driver, &scope);
     return error ? error : recorded;
+}
+
+int pf_receive(const struct pf_driver *driver, void *compute, void *released, void *done)
+{
+    struct pf_scope scope = pf_enter(driver);
+    const int is_idle = driver->query(released) != PF_NOT_READY;
+    const int error = driver->wait(compute, done, 0); /* (4) */
+    pf_leave(driver, &scope);
+    return error ? -error : is_idle;
 }

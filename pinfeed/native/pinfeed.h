@@ -3,7 +3,7 @@
  * copy.c     copies rows from one place in memory to another
  * guard.c    survives pages that cannot be loaded while rows are copied
  * engine.c   threads that gather the rows of the next batches, and move them to a GPU
- * move.c     batches that the loop's thread has, on their way to a GPU
+ * move.c     work of a batch that the loop's thread queues by one call
  * direct.c   rows that the GPU moves itself, over the link or in its own memory
  * write.c    rows that go from a GPU back to their stores
  * shuffle.c  shuffled row indices
@@ -217,40 +217,6 @@ struct pf_staged {
  * staging memory are one copy. Returns 0 or an error of the driver. */
 int pf_copy_staged(const struct pf_staged *staged, int64_t from, int64_t to);
 
-/* A batch. */
-struct pf_move {
-    const struct pf_driver *driver;
-    void *side;     /* stream of the copies */
-    void *compute;  /* stream of the loop */
-    void *released; /* event after the work that may still use the memory of the GPU */
-    void *copied;   /* event after the copies */
-    char *staging;  /* page-locked memory of the slot */
-    int64_t n_staged; /* number of first parts that are copied through staging memory */
-    int64_t n;        /* number of parts */
-    const int64_t *offsets; /* of each part in staging memory, ascending */
-    const int64_t *nbytes;  /* of each part */
-};
-
-/* Queues the copies of a batch. The caller keeps page-locked parts until `copied` has passed.
- *
- * devices: where each part goes
- * from: where each part is
- *
- * Returns 0, an error of the driver, or PF_NOT_READY if the last copies from the slot's staging
- * memory are not done, after which nothing was done. */
-int pf_move(const struct pf_move *move, char *const *devices, const char *const *from);
-
-/* Makes later work of `compute` see the batch. Returns whether the GPU had done all work queued
- * before the event `released`, or the negative error of the driver. */
-int pf_receive(const struct pf_driver *driver, void *compute, void *released, void *copied);
-
-/* A copy between the host and the GPU. */
-struct pf_copy {
-    char *to;
-    const char *from;
-    int64_t nbytes;
-};
-
 /* Work for one stream, which begins after all work of another one so far. */
 struct pf_queue {
     const struct pf_driver *driver;
@@ -259,17 +225,28 @@ struct pf_queue {
     void *released; /* event after the work of the other stream */
     void *done;     /* event after this work */
     void *written;  /* event that the moves of rows wait for; NULL for none */
+    char *staging;  /* page-locked memory of a slot, whose last work has the same `done` */
+    int64_t n_staged; /* number of first copies that go through it */
     int64_t n_copies;
     int64_t n_moves;
 };
 
-/* Queues the copies, and then the moves of rows.
+/* Queues the copies, and then the moves of rows. The caller keeps page-locked memory until `done`
+ * has passed.
  *
+ * offsets: of each staged part in staging memory, ascending
+ * nbytes, devices, from: bytes of each copy, where it goes, and from where
  * moves: for each, the arguments of pf_move_rows from `direct` to `n`, the number of devices, and
  *     the devices
  *
- * Returns 0 or an error of the driver. */
-int pf_queue(const struct pf_queue *queue, const struct pf_copy *copies, const int64_t *moves);
+ * Returns 0, an error of the driver, or PF_NOT_READY if the last copies from the slot's staging
+ * memory are not done, after which nothing was done. */
+int pf_queue(const struct pf_queue *queue, const int64_t *offsets, const int64_t *nbytes,
+             char *const *devices, const char *const *from, const int64_t *moves);
+
+/* Makes later work of `compute` see a batch. Returns whether the GPU had done all work queued
+ * before the event `released`, or the negative error of the driver. */
+int pf_receive(const struct pf_driver *driver, void *compute, void *released, void *done);
 
 /* direct.c */
 

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pinfeed.devices.device import Stream, Tensor
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.native.driver import NOT_READY, Driver, DriverEvent
@@ -141,24 +139,24 @@ class DeviceBatches(DeviceMover):
             memory = self.transfer.staging_of(slot, layout.staged_nbytes)
             staging = memory.__array_interface__["data"][0]
         found, _ = self.device.empty_parts(layout.memory, compute)
-        n = len(tensors)
-        table = layout.table.__array_interface__["data"][0]
-        request = packing(10 + 2 * n)(
+        request = packing(10 + layout.n_staged + 3 * len(tensors))(
             self.driver.address,
-            self._side,
             compute.handle,
+            self._side,
             released.handle,
             copied.handle,
+            0,
             staging,
             layout.n_staged,
-            n,
-            table,
-            table + 8 * n,
+            len(tensors),
+            0,
+            *layout.offsets,
+            *layout.nbytes,
             *map(self.device.address, found),
             *layout.sources(tensors),
         )
         is_brief = layout.staged_nbytes <= _BRIEF_NBYTES
-        queue = self._library.move_small if is_brief else self._library.move
+        queue = self._library.queue if is_brief else self._library.queue_long
         code = queue(request)
         if code == NOT_READY:
             copied.sync()  # (1)
@@ -225,9 +223,10 @@ class LoaderLayout:
         """Number of tensors that are staged."""
         self.staged_nbytes = [*memory.offsets, memory.nbytes][n]
         """Bytes of staging memory."""
-        nbytes = [part.nbytes for part in parts]
-        self.table = np.array([memory.offsets, nbytes], np.int64)
-        """Offset in staging memory and bytes of each tensor in this order, shape (2, n)."""
+        self.offsets = memory.offsets[:n]
+        """Offset of each staged tensor in staging memory."""
+        self.nbytes = [part.nbytes for part in parts]
+        """Bytes of each tensor in this order."""
 
     def fits(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have the shapes and dtypes of this layout, and move as these."""

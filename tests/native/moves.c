@@ -443,21 +443,22 @@ struct batch {
     void *released;
     void *copied;
     char *staging;
-    struct pf_move move;
+    struct pf_queue queue;
 };
 
 /* Lets the loader fill the memory of its next batch. */
 static void load(struct batch *batch, uint32_t *seed)
 {
     static const uint32_t most[] = {1, 300, 300, 100000, 3 << 20};
-    struct pf_move *const move = &batch->move;
+    struct pf_queue *const queue = &batch->queue;
     /* Direct copies may still read this memory. */
-    if (move->n_staged < move->n)
+    if (queue->n_staged < queue->n_copies)
         check(!driver->sync(batch->copied));
-    move->n = 1 + random_below(seed, MOST_PARTS);
-    move->n_staged = random_below(seed, 2) ? move->n : random_below(seed, (uint32_t)move->n + 1);
+    queue->n_copies = 1 + random_below(seed, MOST_PARTS);
+    queue->n_staged = random_below(seed, 2) ? queue->n_copies
+                                            : random_below(seed, (uint32_t)queue->n_copies + 1);
     batch->layout = (struct layout){0};
-    for (int64_t i = 0; i < move->n; i++) {
+    for (int64_t i = 0; i < queue->n_copies; i++) {
         const int64_t n = random_below(seed, most[random_below(seed, 5)]);
         add(&batch->layout, batch->layout.end + n < MOST_NBYTES ? n : 0, seed);
         fill(batch->memory[i], batch->layout.nbytes[i], seed);
@@ -468,13 +469,16 @@ static void load(struct batch *batch, uint32_t *seed)
 /* Queues the copies of a batch. Staged parts may be filled again at once. */
 static void send(struct batch *batch)
 {
-    const struct pf_move *const move = &batch->move;
-    int error = pf_move(move, batch->layout.devices, batch->from);
-    if (error == PF_NOT_READY) {
+    const struct layout *const layout = &batch->layout;
+    for (;;) {
+        const int error = pf_queue(&batch->queue, layout->offsets, layout->nbytes, layout->devices,
+                                   batch->from, NULL);
+        if (error != PF_NOT_READY) {
+            check(!error);
+            return;
+        }
         check(!driver->sync(batch->copied));
-        error = pf_move(move, batch->layout.devices, batch->from);
     }
-    check(!error);
 }
 
 static void *loader_loop(void *argument)
@@ -491,16 +495,12 @@ static void *loader_loop(void *argument)
         batch->staging = memory(program.block_nbytes);
         for (int k = 0; k < MOST_PARTS; k++)
             batch->memory[k] = memory(3 << 20);
-        batch->move = (struct pf_move){driver,
-                                       side,
-                                       program.streams[0],
-                                       batch->released,
-                                       batch->copied,
-                                       batch->staging,
-                                       0,
-                                       0,
-                                       batch->layout.offsets,
-                                       batch->layout.nbytes};
+        batch->queue = (struct pf_queue){.driver = driver,
+                                         .before = program.streams[0],
+                                         .stream = side,
+                                         .released = batch->released,
+                                         .done = batch->copied,
+                                         .staging = batch->staging};
     }
     char *blocks[N_SLOTS];
     for (uint32_t sent = 0, received = 0; received < N_MOVES; received++) {
@@ -513,10 +513,10 @@ static void *loader_loop(void *argument)
         const struct batch *const batch = &batches[received % N_SLOTS];
         check(pf_receive(driver, program.streams[0], batch->released, batch->copied) >= 0);
         struct reading *const reading = next_reading(&program);
-        for (int64_t i = 0; i < batch->move.n; i++) {
+        for (int64_t i = 0; i < batch->queue.n_copies; i++) {
             const size_t nbytes = (size_t)batch->layout.nbytes[i];
             memcpy(add_part(reading, &batch->layout, i), batch->memory[i], nbytes);
-            if (i < batch->move.n_staged)
+            if (i < batch->queue.n_staged)
                 memset(batch->memory[i], freed, nbytes);
         }
         step(&program, 0, blocks[received % N_SLOTS]);
