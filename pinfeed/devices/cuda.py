@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,8 @@ class CudaDevice(DirectAccess, SingleCalls):
             self._streams[handle] = found
         return found
 
-    @contextlib.contextmanager
-    def in_stream(self, stream: CudaStream) -> Iterator[None]:
-        with torch.cuda.stream(stream.raw):
-            yield
+    def in_stream(self, stream: CudaStream) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(stream.raw)
 
     def worker(self, name: str, n_threads: int = 1) -> ThreadPool:
         return ThreadPool(n_threads, name, functools.partial(torch.cuda.set_device, self._device))
@@ -260,13 +258,8 @@ class CudaDevice(DirectAccess, SingleCalls):
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device == self._device
 
-    @contextlib.contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    def named(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.nvtx.range(name)
 
     @functools.cached_property
     def clock(self) -> CudaClock:
