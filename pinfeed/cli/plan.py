@@ -18,7 +18,7 @@ from pinfeed.rows.blocks import block_shuffled
 from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.formats import Part
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 1024

@@ -68,7 +68,7 @@ class BaseFeeder(Generic[T_co]):
     """Loop over batches on a device, with statistics, a timeline and ``close``.
 
     A subclass calls ``_open_device`` and sets ``_loop`` in its constructor, and defines
-    ``__iter__`` and ``__len__``.
+    ``__iter__``, ``__len__`` and ``_batches_in_words``.
     """
 
     _device: Device
@@ -92,6 +92,14 @@ class BaseFeeder(Generic[T_co]):
 
     __reduce__ = no_copy
     __getitems__ = no_items
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        try:
+            return f"<{kind}: {self._batches_in_words} on {self.device}, {self._loop}>"
+        except Exception:
+            # The constructor has failed, or an object of the user is broken.
+            return f"<{kind}>"
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +142,11 @@ class BaseFeeder(Generic[T_co]):
                 stack.callback(self._owned_device.close)
             self._close_sources(stack)
             stack.callback(self._loop.close)
+
+    @property
+    def _batches_in_words(self) -> str:
+        """The source and the size of the batches, for ``repr``."""
+        raise NotImplementedError
 
     def _open_device(self, device: DeviceLike, n_spare: int) -> Device:
         """Find the device that the user named, and own it unless the user gave a Device.

@@ -243,13 +243,6 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         plan = planner.plan(first, self._selection)
         return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
 
-    def __repr__(self) -> str:
-        found = self._loop.source.fingerprint
-        return (
-            f"<DatasetFeeder: {found['n_samples']:,} samples; batches of {found['batch_size']:,} "
-            f"on {self.device}, {self._loop}>"
-        )
-
     def __iter__(self) -> Iterator[T_co]:
         """Begin the next epoch.
 
@@ -272,6 +265,11 @@ class DatasetFeeder(ResumableFeeder[T_co]):
     def skipped(self) -> list[tuple[int, int, Exception]]:
         """Epoch, index and error of each sample that loops have left out, in order."""
         return [] if self._samples.skipped is None else self._samples.skipped.found
+
+    @property
+    def _batches_in_words(self) -> str:
+        found = self._loop.source.fingerprint
+        return f"{found['n_samples']:,} samples; batches of {found['batch_size']:,}"
 
     def _begin(self) -> None:
         note_workers(self._selection.ranks, self._selection.all_rows)

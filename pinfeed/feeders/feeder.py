@@ -31,7 +31,6 @@ from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.argument_types import Source
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
-from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -233,11 +232,6 @@ class Feeder(ResumableFeeder[T_co]):
             raise
         logger.info("%s", self._plan)
 
-    @safe_repr
-    def __repr__(self) -> str:
-        size = f"{self._plan.batch_size:,} rows" if self._plan.batch_size else "any size"
-        return f"<Feeder: {self._stores}; batches of {size} on {self.device}, {self._loop}>"
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
@@ -412,6 +406,11 @@ class Feeder(ResumableFeeder[T_co]):
         )
         self._plan = plan = self._planner.with_writes(self._plan, schedule, self._reads)
         return dataclasses.replace(schedule, depth=plan.depth)
+
+    @property
+    def _batches_in_words(self) -> str:
+        size = f"{self._plan.batch_size:,} rows" if self._plan.batch_size else "any size"
+        return f"{self._stores}; batches of {size}"
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._transforms.gather is not None:

@@ -183,14 +183,6 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         source = ReaderSource(batches, threads, readers)
         self._loop = options.runner(source, device, PrefetchSchedule(depth))
 
-    def __repr__(self) -> str:
-        found = self._loop.source.fingerprint
-        size = f"{found['batch_size']:,} samples"
-        return (
-            f"<ReaderFeeder: {found['identities']:,} inputs; batches of {size} on "
-            f"{self.device}, {self._loop}>"
-        )
-
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Begin the next epoch.
 
@@ -202,6 +194,11 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         return self._loop.run(LentBatch.take, begin=self._begin)
+
+    @property
+    def _batches_in_words(self) -> str:
+        found = self._loop.source.fingerprint
+        return f"{found['identities']:,} inputs; batches of {found['batch_size']:,} samples"
 
 
 def _check_identities(inputs: Any, outputs: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]

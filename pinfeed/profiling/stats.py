@@ -16,7 +16,7 @@ from pinfeed.profiling.bottleneck import (
     Bottleneck,
 )
 from pinfeed.profiling.process_memory import ProcessMemory
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 
 @dataclass(kw_only=True, repr=False)
