@@ -19,32 +19,21 @@ from pinfeed.profiling.spans import (
 )
 from pinfeed.validation.suggestions import install_line
 
-COLOURS: dict[Lane, str] = {
-    "read": "#5b8db8",
-    "host_transform": "#3f6f9c",
-    "copy": "#6bb0a6",
-    "device_transform": "#3f8f7d",
-    "wait": "#d7263d",
-    "lend": "#3d3d3d",
-    "compute": "#e9b44c",
-    "write_wait": "#8c1c2b",
-    "device": "#cf8a3a",
-    "write": "#9a7fb8",
+_LOOKS: dict[Lane, tuple[str, str]] = {
+    "read": ("#5b8db8", "reading"),
+    "host_transform": ("#3f6f9c", "host_transform"),
+    "copy": ("#6bb0a6", "copying to the device"),
+    "device_transform": ("#3f8f7d", "device_transform"),
+    "wait": ("#d7263d", "the loop waits for a batch"),
+    "lend": ("#3d3d3d", "receives a batch (overhead)"),
+    "compute": ("#e9b44c", "training step"),
+    "write_wait": ("#8c1c2b", "waits for write-backs"),
+    "device": ("#cf8a3a", "the device computes"),
+    "write": ("#9a7fb8", "writing back"),
 }
-_MEANINGS: dict[Lane, str] = {
-    "read": "reading",
-    "host_transform": "host_transform",
-    "copy": "copying to the device",
-    "device_transform": "device_transform",
-    "wait": "the loop waits for a batch",
-    "lend": "receives a batch (overhead)",
-    "compute": "training step",
-    "write_wait": "waits for write-backs",
-    "device": "the device computes",
-    "write": "writing back",
-}
+"""Colour and meaning of each lane."""
 # Time in which the watched thread waits, on its own row and behind the other rows.
-_SIGNAL = COLOURS["wait"]
+_SIGNAL = _LOOKS["wait"][0]
 _BAND = "#fbe3e6"
 # Waits that cost nothing, because the device computes.
 _QUIET = "#d9d9d9"
@@ -111,7 +100,7 @@ def colour_of(span: Span, by_device: bool) -> str:
     """
     if span.lane == "wait" and by_device:
         return _QUIET
-    colour = COLOURS[span.lane]
+    colour, _ = _LOOKS[span.lane]
     is_even = span.batch // span.n_batches % 2 == 0
     if span.lane in WAITING or not is_even:
         return colour
@@ -255,9 +244,10 @@ def _add_legend(figure: Any, shown: Sequence[Span]) -> None:
 
     by_device = _watched(shown) == "device"
     lanes = {span.lane for span in shown}
-    colours = COLOURS | ({"wait": _QUIET} if by_device else {})
     handles = [
-        Patch(color=colours[lane], label=text) for lane, text in _MEANINGS.items() if lane in lanes
+        Patch(color=_QUIET if by_device and lane == "wait" else colour, label=meaning)
+        for lane, (colour, meaning) in _LOOKS.items()
+        if lane in lanes
     ]
     if by_device:
         handles.append(Patch(color=_SIGNAL, label="the device waits for a batch"))

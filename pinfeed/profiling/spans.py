@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 Lane = Literal[
     "read",
@@ -32,8 +32,6 @@ Lane = Literal[
 - ``write``: the writer thread, or the device itself, writes rows back.
 """
 
-LANES: tuple[Lane, ...] = get_args(Lane)
-
 THREADS: dict[str, tuple[Lane, ...]] = {
     "read": ("read",),
     "host_transform": ("host_transform",),
@@ -48,8 +46,8 @@ THREADS: dict[str, tuple[Lane, ...]] = {
 Transforms run in background threads or in a stream of the device, and are shown separately.
 """
 
-SHARED: tuple[Lane, ...] = ("read", "host_transform")
-"""Lanes of work that several threads may do at the same time."""
+SHARED = ("read", "host_transform")
+"""Names in ``THREADS`` for which several threads may work at the same time."""
 
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
 """Lanes of the loop in which it does not compute."""
@@ -118,36 +116,29 @@ def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
     return waits[first].start_s, waits[first + n_batches].start_s
 
 
-def tracks(spans: Sequence[Span]) -> list[int]:
-    """Return a track for each span so that no two spans of a lane overlap on one track.
-
-    Several threads may read, or call ``host_transform``, at the same time. Their lanes then need
-    several tracks.
-    """
-    ends: dict[str, list[float]] = {lane: [] for lane in LANES}
+def _tracks(spans: Sequence[Span]) -> list[int]:
+    """Return a track for each span so that no two spans overlap on one track."""
+    ends: list[float] = []
     found = [0] * len(spans)
     for i in sorted(range(len(spans)), key=lambda i: spans[i].start_s):
-        span = spans[i]
-        taken = ends[span.lane]
-        free = (track for track, end in enumerate(taken) if end <= span.start_s)
-        found[i] = next(free, len(taken))
-        taken[found[i] : found[i] + 1] = [span.end_s]
+        free = (track for track, end in enumerate(ends) if end <= spans[i].start_s)
+        found[i] = next(free, len(ends))
+        ends[found[i] : found[i] + 1] = [spans[i].end_s]
     return found
 
 
 def by_thread(spans: Sequence[Span]) -> dict[str, list[tuple[Span, int]]]:
-    """Return the spans of each thread that has some, each with its track."""
-    found: dict[str, list[tuple[Span, int]]] = {}
-    placed = list(zip(spans, tracks(spans), strict=True))
-    for name, lanes in THREADS.items():
-        row = [
-            (span, track if span.lane in SHARED else 0)
-            for span, track in placed
-            if span.lane in lanes
-        ]
-        if row:
-            found[name] = row
-    return found
+    """Return the spans of each thread that has some, each with its track.
+
+    Several threads may read, or call ``host_transform``, at the same time. Their spans then need
+    several tracks.
+    """
+    rows = {name: [span for span in spans if span.lane in THREADS[name]] for name in THREADS}
+    return {
+        name: list(zip(row, _tracks(row) if name in SHARED else [0] * len(row), strict=True))
+        for name, row in rows.items()
+        if row
+    }
 
 
 def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pinfeed.devices.device import Event
 from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
-from pinfeed.profiling.chrome_trace import cache_events, trace
+from pinfeed.profiling.chrome_trace import trace
 from pinfeed.profiling.spans import CacheCounts, Lane, Span, extent, middle
 
 MOST_SPANS = 300_000
@@ -220,8 +220,6 @@ class Timeline:
         if not name.endswith(".json"):
             plot.draw(spans, start, end, self._depth, name)
             return
-        made = trace(spans, start, end)
-        caches = [(at_s, counts) for at_s, counts in self.caches if start <= at_s <= end]
-        made["traceEvents"] += cache_events(caches)
+        made = trace(spans, self.caches, start, end)
         with open(name, "w") as file:
             json.dump(made, file)
