@@ -11,7 +11,7 @@ from pinfeed.devices import DeviceLike
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.hints import SAMPLE_HINTS
-from pinfeed.feeders.memory_trials import SamplePlanner
+from pinfeed.feeders.memory_trials import plan_samples
 from pinfeed.feeders.row_selection import RowSelection
 from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth
 from pinfeed.memory.plan import Plan
@@ -239,8 +239,9 @@ class DatasetFeeder(ResumableFeeder[T_co]):
 
     def _planned(self, first: Any, transforms: LoopTransforms) -> Plan:
         """Return the plan, given the first sample."""
-        planner = SamplePlanner(self._samples, self._device, self._schedule, transforms)
-        plan = planner.plan(first, self._selection)
+        plan = plan_samples(
+            self._samples, first, self._selection, self._device, self._schedule, transforms
+        )
         return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
 
     def __iter__(self) -> Iterator[T_co]:
