@@ -210,6 +210,8 @@ class Feeder(ResumableFeeder[T_co]):
         batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         depth = check_optional_depth(depth)
         selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
+        if depth is None and selection.config is not None:
+            depth = selection.config.depth
         options = LoopOptions(
             progress,
             timeline,
@@ -366,8 +368,6 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         config = selection.config
-        if depth is None and config is not None:
-            depth = config.depth
         is_ragged = bool(tree.ragged)
         schedule = choose_schedule(
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
@@ -484,8 +484,6 @@ def _check_continuous(
         )
     if verify:
         reason = "verify=True compares each batch with the rows as they are now; leave out verify"
-    if depth is None and selection.config is not None:
-        depth = selection.config.depth
     options.require_continuous(depth, reason)
 
 

@@ -319,23 +319,24 @@ class FetchStores:
         self.limit = None if config is None else config.cpu_memory_limit
         self._route = ""
         with contextlib.ExitStack() as stack:
-            trees = {}
-            for key, (source, _) in fetch.items():
-                trees[key] = StoreTree(source, f"fetch[{key!r}]")
-                stack.callback(trees[key].close)
-                if trees[key].ragged:
+            entries = []
+            for key, (source, ids) in fetch.items():
+                name = f"fetch[{key!r}]"
+                tree = StoreTree(source, name)
+                stack.callback(tree.close)
+                if tree.ragged:
                     raise ArgumentError(
-                        f"fetch[{key!r}] has a RaggedStore; expected rows of one shape; pad the "
-                        "rows to one length, or give the RaggedStore to a Feeder"
+                        f"{name} has a RaggedStore; expected rows of one shape; pad the rows to "
+                        "one length, or give the RaggedStore to a Feeder"
                     )
-            self.stores: list[Store] = [store for tree in trees.values() for store in tree.stores]
+                entries.append((key, ids_function(ids, name), tree))
+            self.stores: list[Store] = [store for *_, tree in entries for store in tree.stores]
             self._read_plan = plan_reads_by_id(self.stores, config)
             for strategy in self._read_plan.strategies:
                 stack.callback(strategy.close)
             strategies = iter(self._read_plan.strategies)
             self._specs = []
-            for key, tree in trees.items():
-                ids_of = ids_function(fetch[key][1], f"fetch[{key!r}]")
+            for key, ids_of, tree in entries:
                 reads = list(itertools.islice(strategies, len(tree.stores)))
                 self._specs.append(FetchSpec(key, ids_of, tree.stores, reads, tree.rebuild))
             self._opened = stack.pop_all()

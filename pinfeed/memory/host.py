@@ -254,9 +254,6 @@ class ProcessMemory:
         return cls(anonymous, resident["file"], resident["shared"], locked, resident["peak"])
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         kinds = dataclasses.asdict(self).items()
         return ", ".join(
             f"{name} {'unknown' if nbytes is None else human(nbytes)}" for name, nbytes in kinds

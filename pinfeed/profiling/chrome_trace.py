@@ -62,15 +62,14 @@ def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _complete(span: Span, tid: int) -> dict[str, Any]:
-    last = span.batch + span.n_batches - 1
     return {
-        "name": f"{span.lane} {span.batch}" + (f"-{last}" if last > span.batch else ""),
+        "name": f"{span.lane} {span.numbers}",
         "cat": span.lane,
         "ph": "X",
         "pid": _PID,
         "tid": tid,
         "ts": span.start_s * 1e6,
-        "dur": (span.end_s - span.start_s) * 1e6,
+        "dur": span.seconds * 1e6,
         "args": {
             "batch": span.batch,
             "batches": span.n_batches,

@@ -68,6 +68,17 @@ class Span(NamedTuple):
     rows: int = 0
     bytes: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end_s - self.start_s
+
+    @property
+    def numbers(self) -> str:
+        """Number of the batch, or of the first and the last one, for people."""
+        last = self.batch + self.n_batches - 1
+        return f"{self.batch}-{last}" if last > self.batch else f"{self.batch}"
+
 
 class CacheCounts(NamedTuple):
     """Rows of a table with a cache on the device, in one batch."""
@@ -171,9 +182,7 @@ def _loop_starts(spans: Iterable[Span]) -> dict[int, float]:
 
 def stalled(spans: Sequence[Span]) -> float:
     """Return the share of the time within loops that data stalls take, from 0 to 1."""
-    loop_s = sum(
-        span.end_s - span.start_s for span in spans if span.lane in ("wait", "lend", "compute")
-    )
+    loop_s = sum(span.seconds for span in spans if span.lane in ("wait", "lend", "compute"))
     stalls_s = sum(end_s - start_s for start_s, end_s in starved(spans))
     return stalls_s / loop_s if loop_s else 0.0
 

@@ -258,9 +258,6 @@ class FeederStats:
         return dataclasses.replace(self, **changed)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         n = max(1, self.batches)
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
