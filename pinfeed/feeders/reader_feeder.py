@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader
 from pinfeed.pipeline.sources.sample_source import SampleThreads
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.rank_batches import RankBatches, note_workers
+from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.argument_types import DTypeLike
 from pinfeed.tensors.dtypes import dtype_of
@@ -137,8 +136,7 @@ def wrap_readers(
         _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
         _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
     ]
-    begin = functools.partial(note_workers, ranks, selection.all_rows)
-    return ReaderFeeder(readers, batches, begin, device, depth, n_readers, options)
+    return ReaderFeeder(readers, batches, selection.note_workers, device, depth, n_readers, options)
 
 
 class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):

@@ -248,10 +248,9 @@ class ProcessMemory:
         """Return the current memory of this process."""
         resident = resident_bytes()
         locked = locked_bytes()
-        anonymous = resident["anonymous"]
-        if anonymous is not None:
-            anonymous = max(0, anonymous - locked)
-        return cls(anonymous, resident["file"], resident["shared"], locked, resident["peak"])
+        if (nbytes := resident["anonymous"]) is not None:
+            resident["anonymous"] = max(0, nbytes - locked)
+        return cls(**resident, pinned=locked)
 
     def __repr__(self) -> str:
         kinds = dataclasses.asdict(self).items()

@@ -32,22 +32,15 @@ Lane = Literal[
 - ``write``: the writer thread, or the device itself, writes rows back.
 """
 
-THREADS: dict[str, tuple[Lane, ...]] = {
-    "read": ("read",),
-    "host_transform": ("host_transform",),
-    "copy": ("copy",),
-    "device_transform": ("device_transform",),
-    "loop": ("wait", "lend", "compute", "write_wait"),
-    "device": ("device",),
-    "write": ("write",),
-}
-"""Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``.
+THREADS = ("read", "host_transform", "copy", "device_transform", "loop", "device", "write")
+"""Names of threads, from top to bottom. All but the loop do the work of one lane.
 
 Transforms run in background threads or in a stream of the device, and are shown separately.
 """
-
-SHARED = ("read", "host_transform")
-"""Names in ``THREADS`` for which several threads may work at the same time."""
+_OF_LOOP: tuple[Lane, ...] = ("wait", "lend", "compute", "write_wait")
+"""Lanes of the loop, which do not overlap, except ``write_wait`` and ``compute``."""
+_SHARED = ("read", "host_transform")
+"""Names for which several threads may work at the same time."""
 
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
 """Lanes of the loop in which it does not compute."""
@@ -144,9 +137,11 @@ def by_thread(spans: Sequence[Span]) -> dict[str, list[tuple[Span, int]]]:
     Several threads may read, or call ``host_transform``, at the same time. Their spans then need
     several tracks.
     """
-    rows = {name: [span for span in spans if span.lane in THREADS[name]] for name in THREADS}
+    rows: dict[str, list[Span]] = {name: [] for name in THREADS}
+    for span in spans:
+        rows["loop" if span.lane in _OF_LOOP else span.lane].append(span)
     return {
-        name: list(zip(row, _tracks(row) if name in SHARED else [0] * len(row), strict=True))
+        name: list(zip(row, _tracks(row) if name in _SHARED else [0] * len(row), strict=True))
         for name, row in rows.items()
         if row
     }

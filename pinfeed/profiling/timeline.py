@@ -195,6 +195,7 @@ class Timeline:
                 were given.
         """
         name = os.fspath(path)
+        is_trace = name.endswith(".json")
         spans = self.spans
         if not spans:
             raise ArgumentError(
@@ -210,14 +211,14 @@ class Timeline:
             end = min(end, start + first_s)
         elif last_s is not None:
             start = max(start, end - last_s)
-        elif not name.endswith(".json"):
+        elif not is_trace:
             start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:
             raise ArgumentError(
                 f"first_s={first_s}, last_s={last_s} leaves nothing to draw; expected more than 0 "
                 "seconds"
             )
-        if not name.endswith(".json"):
+        if not is_trace:
             plot.draw(spans, start, end, self._depth, name)
             return
         made = trace(spans, self.caches, start, end)

@@ -182,9 +182,7 @@ def takes_parameter(function: Any, name: str) -> bool:
     )
 
 
-def explain_arguments(
-    hints: Mapping[str, str],
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def explain_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, to give helpful advice on a wrong argument.
 
     Editors and type checkers still see the function's own signature. The decorator also refuses a
