@@ -97,10 +97,9 @@ def clipped(spans: Iterable[Span], start_s: float, end_s: float) -> list[Span]:
     ]
 
 
-def extent(spans: Iterable[Span]) -> tuple[float, float]:
+def extent(spans: Sequence[Span]) -> tuple[float, float]:
     """Return when the first span begins and when the last one ends."""
-    found = list(spans)
-    return min(span.start_s for span in found), max(span.end_s for span in found)
+    return min(span.start_s for span in spans), max(span.end_s for span in spans)
 
 
 def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
