@@ -52,7 +52,7 @@ from pinfeed.stores import (
     ZarrStore,
 )
 from pinfeed.stores.concat import concat, source_ids
-from pinfeed.validation.safe_repr import install_log_output
+from pinfeed.validation.messages import install_log_output
 
 install_log_output()
 

@@ -11,7 +11,7 @@ from pinfeed.errors import PinfeedError, StoreError
 from pinfeed.memory.units import human
 from pinfeed.stores.formats import FORMATS, Part, format_of, missing_part
 from pinfeed.stores.paths import has_protocol
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 # Sources and problems that are listed for people.
 _SHOWN = 40

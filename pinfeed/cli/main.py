@@ -84,8 +84,7 @@ def _report(options: argparse.Namespace) -> Report:
         return inspect(options.files)
     from pinfeed.cli.plan import plan
 
-    given = vars(options)
-    return plan(**{name: given[name] for name in given.keys() - {"command", "json"}})
+    return plan(options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,7 @@ from pinfeed.rows.blocks import block_shuffled
 from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.formats import Part
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 1024
@@ -27,44 +27,36 @@ Numbers = int | tuple[int, ...]
 """One number, or one for each of several axes."""
 
 
-def plan(
-    files: Sequence[str],
-    *,
-    batch_size: int | None = None,
-    shuffle: bool = False,
-    block_rows: int | None = None,
-    cpu_limit: int | None = None,
-    gpu_limit: int | None = None,
-    axis: Numbers | None = None,
-    length: Numbers | None = None,
-) -> Report:
+def plan(options: argparse.Namespace) -> Report:
     """Report the plan that a feeder over files would have.
 
-    The arguments are the options of the command.
+    Args:
+        options: The options of the command.
 
     Raises:
         PinfeedError: If a file cannot be read, or the plan does not fit the limits.
     """
-    part = source_of(files)
-    remarks = []
+    part = source_of(options.files)
+    axis, length, batch_size = options.axis or 0, options.length, options.batch_size
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(part.open()))
         if length is not None:
-            source = stack.enter_context(contextlib.closing(_windows(source, axis or 0, length)))
-        elif axis is not None:
+            source = stack.enter_context(contextlib.closing(_windows(source, axis, length)))
+        elif options.axis is not None:
             raise ArgumentError("--axis needs --length, the number of indices of a window")
-        device, remark = _device(gpu_limit)
-        remarks += remark
-        options: dict[str, Any] = {"batch_size": batch_size or usual_batch(source)}
-        if cpu_limit is not None or gpu_limit is not None:
+        device, remarks = _device(options.gpu_limit)
+        size: dict[str, Any] = {"batch_size": batch_size or usual_batch(source)}
+        if options.cpu_limit is not None or options.gpu_limit is not None:
             limits = MemoryLimits(
-                cpu_memory_limit=cpu_limit,
-                gpu_memory_limit=gpu_limit,
+                cpu_memory_limit=options.cpu_limit,
+                gpu_memory_limit=options.gpu_limit,
                 preferred_batch_size=batch_size,
             )
-            options = {"config": limits}
-        rows = None if block_rows is None else block_shuffled(block_rows=block_rows)
-        feeder = Feeder(source, rows=rows, shuffle=shuffle, device=device, **options)
+            size = {"config": limits}
+        rows = None
+        if options.block_rows is not None:
+            rows = block_shuffled(block_rows=options.block_rows)
+        feeder = Feeder(source, rows=rows, shuffle=options.shuffle, device=device, **size)
         made = stack.enter_context(feeder).plan
         name = feeder.device
         n_rows = source.n_rows
@@ -73,7 +65,7 @@ def plan(
     values = {"source": part.values, "rows": n_rows, "device": name, "plan": plan_values(made)}
     head = described(part)
     if length is not None:
-        head += f"; {n_rows:,} windows of length {length} along axis {axis or 0}"
+        head += f"; {n_rows:,} windows of length {length} along axis {axis}"
     lines = [wrapped(head, rest="  "), f"device: {name}", str(made), *map(wrapped, remarks)]
     return Report(values | {"remarks": remarks}, "\n".join(lines))
 

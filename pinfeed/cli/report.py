@@ -9,7 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from pinfeed.errors import PinfeedError
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 
 @dataclass(frozen=True)

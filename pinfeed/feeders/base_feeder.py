@@ -35,19 +35,6 @@ MAX_TRANSFORM_THREADS = 64
 """Most threads that call ``host_transform``. Each takes the memory of a batch."""
 
 
-def no_copy(feeder: object) -> NoReturn:
-    """Refuse to pickle or copy a feeder: its threads and buffers belong to one process.
-
-    Raises:
-        TypeError: Always.
-    """
-    raise TypeError(
-        f"a {type(feeder).__name__} cannot be pickled or copied, because its threads and memory "
-        "belong to this process; pass paths, arrays or a function instead, and make the feeder in "
-        "the process that uses it (its state_dict() can be sent)"
-    )
-
-
 def no_items(feeder: object, rows: object) -> NoReturn:
     """Refuse to give samples to a DataLoader. Every feeder has this as ``__getitems__``.
 
@@ -68,7 +55,7 @@ class BaseFeeder(Generic[T_co]):
     """Loop over batches on a device, with statistics, a timeline and ``close``.
 
     A subclass calls ``_open_device`` and sets ``_loop`` in its constructor, and defines
-    ``__iter__`` and ``__len__``.
+    ``__iter__``, ``__len__`` and ``_batches_in_words``.
     """
 
     _device: Device
@@ -90,8 +77,27 @@ class BaseFeeder(Generic[T_co]):
                 )
             raise AttributeError(text, name=name, obj=self)
 
-    __reduce__ = no_copy
     __getitems__ = no_items
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to pickle or copy a feeder: its threads and buffers belong to one process.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied, because its threads and memory "
+            "belong to this process; pass paths, arrays or a function instead, and make the feeder "
+            "in the process that uses it (its state_dict() can be sent)"
+        )
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        try:
+            return f"<{kind}: {self._batches_in_words} on {self.device}, {self._loop}>"
+        except Exception:
+            # The constructor has failed, or an object of the user is broken.
+            return f"<{kind}>"
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +140,11 @@ class BaseFeeder(Generic[T_co]):
                 stack.callback(self._owned_device.close)
             self._close_sources(stack)
             stack.callback(self._loop.close)
+
+    @property
+    def _batches_in_words(self) -> str:
+        """The source and the size of the batches, for ``repr``."""
+        raise NotImplementedError
 
     def _open_device(self, device: DeviceLike, n_spare: int) -> Device:
         """Find the device that the user named, and own it unless the user gave a Device.
@@ -207,26 +218,6 @@ class ResumableFeeder(BaseFeeder[T_co]):
         self._loop.load_state(state)
 
 
-def check_transform_threads(n_threads: Any, host_transform: Any) -> int | None:
-    """Return the number of threads that call ``host_transform`` as an int, or None.
-
-    Raises:
-        ArgumentError: If it is neither None nor a whole number from 1 to ``MAX_TRANSFORM_THREADS``,
-            or is given without ``host_transform``.
-    """
-    if n_threads is None:
-        return None
-    note = ", or None for one thread; more threads than cores have no benefit"
-    number = whole_number(n_threads, "transform_threads", most=MAX_TRANSFORM_THREADS, note=note)
-    if host_transform is None:
-        raise ArgumentError(
-            f"transform_threads={n_threads!r} was given without host_transform, which these "
-            "threads call; expected both; give host_transform, or leave out transform_threads "
-            "(device_transform is called for one batch at a time)"
-        )
-    return number
-
-
 @dataclass(frozen=True)
 class LoopOptions:
     """Arguments of every loop over batches: how it ends, what it records, and its transforms.
@@ -252,10 +243,20 @@ class LoopOptions:
         check_flag(self.timeline, "timeline")
         check_function(self.host_transform, "host_transform")
         check_function(self.device_transform, "device_transform")
-        n_threads = check_transform_threads(self.transform_threads, self.host_transform)
-        object.__setattr__(self, "transform_threads", n_threads)
         if self.continuous is not None:
             check_flag(self.continuous, "continuous")
+        given = self.transform_threads
+        if given is None:
+            return
+        note = ", or None for one thread; more threads than cores have no benefit"
+        n_threads = whole_number(given, "transform_threads", most=MAX_TRANSFORM_THREADS, note=note)
+        object.__setattr__(self, "transform_threads", n_threads)
+        if self.host_transform is None:
+            raise ArgumentError(
+                f"transform_threads={given!r} was given without host_transform, which these "
+                "threads call; expected both; give host_transform, or leave out transform_threads "
+                "(device_transform is called for one batch at a time)"
+            )
 
     @property
     def has_transforms(self) -> bool:

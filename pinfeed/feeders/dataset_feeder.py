@@ -11,32 +11,22 @@ from pinfeed.devices import DeviceLike
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.hints import SAMPLE_HINTS
-from pinfeed.feeders.memory_trials import SamplePlanner
+from pinfeed.feeders.memory_trials import plan_samples
 from pinfeed.feeders.row_selection import RowSelection
 from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.sample_source import (
-    SampleMaker,
-    Samples,
-    SampleSource,
-    SampleThreads,
-)
+from pinfeed.pipeline.sources.sample_source import SampleMaker, Samples, SampleSource, SampleThreads
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.threaded_loader_source import batch_reader
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import RankBatches, note_workers
+from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
-from pinfeed.validation.arguments import (
-    check_flag,
-    check_function,
-    explain_arguments,
-    whole_number,
-)
+from pinfeed.validation.arguments import check_flag, check_function, explain_arguments, whole_number
 
 MAX_THREADS = 1024
 """Maximum number of samples that are made at the same time."""
@@ -157,8 +147,6 @@ def wrap_dataset(
         check_function(function, name)
     skipped = SkippedSamples.for_option(on_error, max_skipped)
     check_flag(reproducible, "reproducible")
-    if batch_size is not None:
-        batch_size = whole_number(batch_size, "batch_size")
     n_threads = check_threads(threads)
     depth = check_optional_depth(depth)
     selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
@@ -239,16 +227,10 @@ class DatasetFeeder(ResumableFeeder[T_co]):
 
     def _planned(self, first: Any, transforms: LoopTransforms) -> Plan:
         """Return the plan, given the first sample."""
-        planner = SamplePlanner(self._samples, self._device, self._schedule, transforms)
-        plan = planner.plan(first, self._selection)
-        return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
-
-    def __repr__(self) -> str:
-        found = self._loop.source.fingerprint
-        return (
-            f"<DatasetFeeder: {found['n_samples']:,} samples; batches of {found['batch_size']:,} "
-            f"on {self.device}, {self._loop}>"
+        plan = plan_samples(
+            self._samples, first, self._selection, self._device, self._schedule, transforms
         )
+        return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
 
     def __iter__(self) -> Iterator[T_co]:
         """Begin the next epoch.
@@ -273,8 +255,13 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         """Epoch, index and error of each sample that loops have left out, in order."""
         return [] if self._samples.skipped is None else self._samples.skipped.found
 
+    @property
+    def _batches_in_words(self) -> str:
+        found = self._loop.source.fingerprint
+        return f"{found['n_samples']:,} samples; batches of {found['batch_size']:,}"
+
     def _begin(self) -> None:
-        note_workers(self._selection.ranks, self._selection.all_rows)
+        self._selection.note_workers()
         if self._samples.skipped is not None:
             self._samples.skipped.begin()
 

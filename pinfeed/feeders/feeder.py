@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -27,23 +26,14 @@ from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, known
 from pinfeed.rows.packed import Packed
-from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.argument_types import Source
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
-from pinfeed.validation.safe_repr import safe_repr
+from pinfeed.validation.arguments import check_flag, explain_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pinfeed.feeders.typed import (
-        FeederArguments,
-        K,
-        NamedSources,
-        S,
-        Tensor,
-        TensorSource,
-    )
+    from pinfeed.feeders.typed import FeederArguments, K, NamedSources, S, Tensor, TensorSource
 
 logger = logging.getLogger("pinfeed")
 
@@ -208,9 +198,10 @@ class Feeder(ResumableFeeder[T_co]):
         verify: bool = False,
         continuous: bool | None = None,
     ) -> None:
-        batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         depth = check_optional_depth(depth)
         selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
+        if depth is None and selection.config is not None:
+            depth = selection.config.depth
         options = LoopOptions(
             progress,
             timeline,
@@ -223,7 +214,7 @@ class Feeder(ResumableFeeder[T_co]):
         _check_transforms(options, verify, route)
         _check_continuous(options, selection, depth, verify)
         self._verify = verify
-        self._begin = functools.partial(note_workers, ranks, selection.all_rows)
+        self._begin = selection.note_workers
         self._stores = StoreTree(source)
         try:
             options = _making_batches(options, self._stores, verify)
@@ -232,11 +223,6 @@ class Feeder(ResumableFeeder[T_co]):
             self._stores.close()
             raise
         logger.info("%s", self._plan)
-
-    @safe_repr
-    def __repr__(self) -> str:
-        size = f"{self._plan.batch_size:,} rows" if self._plan.batch_size else "any size"
-        return f"<Feeder: {self._stores}; batches of {size} on {self.device}, {self._loop}>"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
@@ -372,8 +358,6 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         config = selection.config
-        if depth is None and config is not None:
-            depth = config.depth
         is_ragged = bool(tree.ragged)
         schedule = choose_schedule(
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
@@ -386,17 +370,17 @@ class Feeder(ResumableFeeder[T_co]):
         n_batches = max(schedule.n_slots, single.n_slots) + 1 + n_held(single.depth)
         n_parts = len(tree.stores) + len(tree.ragged) + len(tree.parts_of_ragged)
         self._open_device(device, n_parts * n_batches)
-        self._schedule_with_writes = dataclasses.replace(single, writes=True)
-        if depth is not None or not self._device.unified:
-            return schedule
-        # No copy to a device would hide the work that write-backs cost.
-        self._schedule_with_writes = dataclasses.replace(self._schedule_with_writes, depth=0)
+        is_default = depth is None and self._device.unified
+        # On the CPU, no copy to a device would hide the work that write-backs cost.
+        self._schedule_with_writes = dataclasses.replace(
+            single, writes=True, depth=0 if is_default else single.depth
+        )
+        is_limited = config is not None and bool(config.cpu_memory_limit)
         if (
-            isinstance(selection.order, Order)
+            is_default
+            and isinstance(selection.order, Order)
             and not options.has_transforms
-            and tree.may_have_engine(
-                is_limited=config is not None and bool(config.cpu_memory_limit)
-            )
+            and tree.may_have_engine(is_limited=is_limited)
         ):
             return engine_schedule((selection.batch_size or 0) * tree.row_nbytes)
         return schedule
@@ -412,6 +396,11 @@ class Feeder(ResumableFeeder[T_co]):
         )
         self._plan = plan = self._planner.with_writes(self._plan, schedule, self._reads)
         return dataclasses.replace(schedule, depth=plan.depth)
+
+    @property
+    def _batches_in_words(self) -> str:
+        size = f"{self._plan.batch_size:,} rows" if self._plan.batch_size else "any size"
+        return f"{self._stores}; batches of {size}"
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._transforms.gather is not None:
@@ -485,8 +474,6 @@ def _check_continuous(
         )
     if verify:
         reason = "verify=True compares each batch with the rows as they are now; leave out verify"
-    if depth is None and selection.config is not None:
-        depth = selection.config.depth
     options.require_continuous(depth, reason)
 
 

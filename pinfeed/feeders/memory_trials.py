@@ -1,11 +1,10 @@
-"""measure_transforms(), SamplePlanner: call functions on trial batches, to predict their memory."""
+"""measure_transforms(), plan_samples(): predict memory by calls of functions on trial batches."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ from pinfeed.devices.device import Device
 from pinfeed.errors import add_note
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.row_selection import RowSelection
-from pinfeed.memory.limits import MemoryLimits, usual_batch_size
+from pinfeed.memory.limits import usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations, order_allocations
@@ -25,6 +23,7 @@ from pinfeed.pipeline.planner import free_memory
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.sample_source import Samples, SampleSource, SampleThreads
+from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
@@ -60,10 +59,9 @@ def measure_transforms(
             gather = rows_on_host((), 1)
             stack.callback(gather.device.close)
             transforms = dataclasses.replace(transforms, gather=gather)
-        small_rows, small = _run(tree, device, transforms, n_rows)
-        large_rows, large = _run(tree, device, transforms, min(2 * n_rows, tree.n_rows))
-
-    return linear_nbytes((small_rows, small), (large_rows, large))
+        small = _run_rows(tree, device, transforms, n_rows)
+        large = _run_rows(tree, device, transforms, min(2 * n_rows, tree.n_rows))
+    return linear_nbytes(small, large)
 
 
 def linear_nbytes(
@@ -99,7 +97,7 @@ def linear(small: tuple[int, int], large: tuple[int, int]) -> Callable[[int], in
     return lambda rows_nbytes: round(fixed + per_byte * rows_nbytes)
 
 
-def _run(
+def _run_rows(
     tree: StoreTree, device: Device, transforms: LoopTransforms, n_rows: int
 ) -> tuple[int, TransformNbytes]:
     """Run the synchronous loop over one batch of the first rows.
@@ -111,142 +109,124 @@ def _run(
     ragged = [RaggedReads(one, list(map(DirectReads, one.parts))) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
-    options = LoopOptions(progress=False, timeline=False)
-    runner = options.runner(source, device, PrefetchSchedule(0), transforms)
-    what = f"in a trial with the first {n_rows} rows, for the limits of config"
-    took, peak_nbytes = run_trial(runner, device, transforms, what)
     rows_nbytes = n_rows * (sum(map(row_nbytes, tree.stores)) + tree.made_row_nbytes)
     # The bounds of ragged rows do not count: their share is larger in small rows than in large
     # ones.
     for one in tree.ragged:
         *items, _ = one.read_parts(np.arange(n_rows))
         rows_nbytes += sum(part.nbytes for part in items)
-    moved = took.host_returned if transforms.host is not None else rows_nbytes
-    working = max(0, peak_nbytes - moved - took.device_new)
-    return rows_nbytes, took._replace(device_working=working)
+    what = f"in a trial with the first {n_rows} rows, for the limits of config"
+    return _run_trial(source, device, transforms, what, rows_nbytes)
 
 
-def run_trial(
-    runner: EpochRunner, device: Device, transforms: LoopTransforms, what: str
-) -> tuple[TransformNbytes, int]:
-    """Run the first batch of a loop as a trial, and end the loop.
+def _run_samples(
+    samples: Samples, sample: Any, n: int, device: Device, transforms: LoopTransforms
+) -> tuple[int, TransformNbytes]:
+    """Run the synchronous loop over one batch that has a sample in each of ``n`` places."""
+    maker = dataclasses.replace(
+        samples.maker, read=lambda index: sample, transform=None, read_batch=None
+    )
+    same = dataclasses.replace(samples, maker=maker, n_threads=0, skipped=None)
+    threads = SampleThreads(device.worker, 0)
+    source = SampleSource(OrderBatches(sequential(), n, n), threads, same)
+    return _run_trial(source, device, transforms, "with the first sample, for the plan")
+
+
+def _run_trial(
+    source: Source,
+    device: Device,
+    transforms: LoopTransforms,
+    what: str,
+    batch_nbytes: int | None = None,
+) -> tuple[int, TransformNbytes]:
+    """Run the first batch of the synchronous loop over a source as a trial.
 
     Args:
-        runner: Runner of the loop.
+        source: The source.
         device: Device of the batches.
         transforms: The transforms of the loop.
         what: Note for an error.
+        batch_nbytes: Bytes of the rows of the batch; None for those that the loop counts.
 
     Returns:
-        Bytes that the transforms took, and the peak of GPU memory in bytes.
+        Bytes of the rows, and bytes that the transforms took.
     """
     from pinfeed.tensors.transform_calls import trial
 
+    options = LoopOptions(progress=False, timeline=False)
+    runner = options.runner(source, device, PrefetchSchedule(0), transforms)
     with contextlib.closing(runner), trial(device.name) as peak:
         try:
             next(runner.run(LentBatch.take))
         except Exception as error:
             add_note(error, what)
             raise
-        return transforms.measured_nbytes, peak()
+        took = transforms.measured_nbytes
+        if batch_nbytes is None:
+            batch_nbytes = runner.stats.bytes
+        moved = batch_nbytes if transforms.host is None else took.host_returned
+        working = max(0, peak() - moved - took.device_new)
+        return batch_nbytes, took._replace(device_working=working)
 
 
-@dataclass(frozen=True)
-class SamplePlanner:
-    """Plans the memory of batches from trial batches that have one sample in every place.
+def plan_samples(
+    samples: Samples,
+    sample: Any,
+    selection: RowSelection,
+    device: Device,
+    schedule: PrefetchSchedule,
+    transforms: LoopTransforms,
+) -> Plan:
+    """Return the plan of batches whose samples are like one, from trials with batches of it.
 
     Args:
         samples: The samples, at least one, and how batches are made of them.
+        sample: The one sample.
+        selection: Order and batch size, or the limits that decide it.
         device: Device of the batches.
         schedule: Number of batches to prefetch.
         transforms: The transforms.
+
+    Raises:
+        BudgetError: If the limits cannot hold batches of one sample.
+        Exception: If ``collate_fn`` or a transform fails; its error.
     """
+    from pinfeed.tensors.sample_layout import SampleLayout
+    from pinfeed.tensors.transform_calls import nbytes_of
 
-    samples: Samples
-    device: Device
-    schedule: PrefetchSchedule
-    transforms: LoopTransforms
-
-    def plan(self, sample: Any, selection: RowSelection) -> Plan:
-        """Return the plan of batches whose samples are like ``sample``.
-
-        Args:
-            sample: The sample.
-            selection: Order and batch size, or the limits that decide it.
-
-        Raises:
-            BudgetError: If the limits cannot hold batches of one sample.
-            Exception: If ``collate_fn`` or a transform fails; its error.
-        """
-        from pinfeed.tensors.sample_layout import SampleLayout
-        from pinfeed.tensors.transform_calls import nbytes_of
-
-        one, many = self._run(sample, 1), self._run(sample, _TRIAL_SAMPLES)
-        per_sample = max(1, many[0] // _TRIAL_SAMPLES)
-        nbytes_alive = max(per_sample, nbytes_of(sample, ())[0])
-        stacks = self.samples.collate is None and SampleLayout(sample).stacks
-        transform_nbytes = linear_nbytes(one, many)
-        assert isinstance(selection.order, Order)
-        most = max(1, selection.order.length(self.samples.n))
-        config = selection.config
-        limits = (None, None) if config is None else self._limits(config)
-        route: Route = "direct" if self.device.unified else "staged"
-
-        kept = order_allocations(selection.order)
-
-        def plan_of(n: int, depth: int) -> Plan:
-            n_alive = self.samples.n_alive(self._at(depth), n, stacks=stacks)
-            items = self._allocations(n, depth, per_sample, transform_nbytes) + kept
-            items.append(Allocation("samples that are being made", "host", n_alive, nbytes_alive))
-            return Plan(n, depth, route, tuple(items), *limits)
-
-        if config is None:
-            size = min(selection.batch_size or 1, most)
-        else:
-            usual = usual_batch_size(lambda n: n * per_sample)
-            most = min(most, config.preferred_batch_size or usual)
-            size = config.largest_batch(plan_of, most, self.schedule.depth)
-        note = "all samples count as many bytes as dataset[0]"
-        return dataclasses.replace(plan_of(size, self.schedule.depth), notes=(note,))
-
-    def _allocations(
-        self,
-        n: int,
-        depth: int,
-        per_sample: int,
-        transform_nbytes: Callable[[int], TransformNbytes],
-    ) -> list[Allocation]:
-        """List all buffers of batches of ``n`` samples."""
-        unified = self.device.unified
-        part = PartSize(n * per_sample, 0, is_staged=not unified)
-        items = loop_allocations([part], n, self._at(depth), unified=unified)
-        if self.transforms:
-            items += transform_nbytes(n * per_sample).allocations(depth, unified=unified)
-        return items
-
-    def _at(self, depth: int) -> PrefetchSchedule:
-        return dataclasses.replace(self.schedule, depth=depth)
-
-    def _limits(self, config: MemoryLimits) -> tuple[int, int | None]:
-        """Return the limits of host memory and of GPU memory, in bytes."""
+    one, many = (_run_samples(samples, sample, n, device, transforms) for n in (1, _TRIAL_SAMPLES))
+    per_sample = max(1, many[0] // _TRIAL_SAMPLES)
+    nbytes_alive = max(per_sample, nbytes_of(sample, ())[0])
+    stacks = samples.collate is None and SampleLayout(sample).stacks
+    transform_nbytes = linear_nbytes(one, many)
+    assert isinstance(selection.order, Order)
+    kept = order_allocations(selection.order)
+    most = max(1, selection.order.length(samples.n))
+    config = selection.config
+    unified = device.unified
+    route: Route = "direct" if unified else "staged"
+    limits: tuple[int | None, int | None] = (None, None)
+    if config is not None:
         gpu = None
-        if not self.device.unified:
-            gpu = config.gpu_memory_limit or config.device_limit(self.device.free_bytes())
-        return free_memory((), config).memory, gpu
+        if not unified:
+            gpu = config.gpu_memory_limit or config.device_limit(device.free_bytes())
+        limits = (free_memory((), config).memory, gpu)
 
-    def _run(self, sample: Any, n: int) -> tuple[int, TransformNbytes]:
-        """Return the bytes of a batch of ``n`` samples, and those that the transforms took."""
-        maker = dataclasses.replace(
-            self.samples.maker, read=lambda index: sample, transform=None, read_batch=None
-        )
-        same = dataclasses.replace(self.samples, maker=maker, n_threads=0, skipped=None)
-        threads = SampleThreads(self.device.worker, 0)
-        source = SampleSource(OrderBatches(sequential(), n, n), threads, same)
-        runner = LoopOptions(progress=False, timeline=False).runner(
-            source, self.device, PrefetchSchedule(0), self.transforms
-        )
-        what = "with the first sample, for the plan"
-        took, peak_nbytes = run_trial(runner, self.device, self.transforms, what)
-        nbytes = runner.stats.bytes
-        working = max(0, peak_nbytes - nbytes - took.device_new)
-        return nbytes, took._replace(device_working=working)
+    def plan_of(n: int, depth: int) -> Plan:
+        at = dataclasses.replace(schedule, depth=depth)
+        part = PartSize(n * per_sample, 0, is_staged=not unified)
+        items = loop_allocations([part], n, at, unified=unified)
+        if transforms:
+            items += transform_nbytes(n * per_sample).allocations(depth, unified=unified)
+        n_alive = samples.n_alive(at, n, stacks=stacks)
+        alive = Allocation("samples that are being made", "host", n_alive, nbytes_alive)
+        return Plan(n, depth, route, (*items, *kept, alive), *limits)
+
+    if config is None:
+        size = min(selection.batch_size or 1, most)
+    else:
+        usual = usual_batch_size(lambda n: n * per_sample)
+        most = min(most, config.preferred_batch_size or usual)
+        size = config.largest_batch(plan_of, most, schedule.depth)
+    note = "all samples count as many bytes as dataset[0]"
+    return dataclasses.replace(plan_of(size, schedule.depth), notes=(note,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader
 from pinfeed.pipeline.sources.sample_source import SampleThreads
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.rank_batches import RankBatches, note_workers
+from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.argument_types import DTypeLike
 from pinfeed.tensors.dtypes import dtype_of
@@ -137,8 +136,7 @@ def wrap_readers(
         _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
         _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
     ]
-    begin = functools.partial(note_workers, ranks, selection.all_rows)
-    return ReaderFeeder(readers, batches, begin, device, depth, n_readers, options)
+    return ReaderFeeder(readers, batches, selection.note_workers, device, depth, n_readers, options)
 
 
 class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
@@ -183,14 +181,6 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         source = ReaderSource(batches, threads, readers)
         self._loop = options.runner(source, device, PrefetchSchedule(depth))
 
-    def __repr__(self) -> str:
-        found = self._loop.source.fingerprint
-        size = f"{found['batch_size']:,} samples"
-        return (
-            f"<ReaderFeeder: {found['identities']:,} inputs; batches of {size} on "
-            f"{self.device}, {self._loop}>"
-        )
-
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Begin the next epoch.
 
@@ -202,6 +192,11 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         return self._loop.run(LentBatch.take, begin=self._begin)
+
+    @property
+    def _batches_in_words(self) -> str:
+        found = self._loop.source.fingerprint
+        return f"{found['identities']:,} inputs; batches of {found['batch_size']:,} samples"
 
 
 def _check_identities(inputs: Any, outputs: Any) -> None:

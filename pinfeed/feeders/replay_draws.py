@@ -223,11 +223,7 @@ class PrioritizedDraws:
         """Return the priorities, as plain values and an array."""
         self._set_new()
         priorities = self.tree.priorities
-        return {
-            "priorities": priorities,
-            "max_priority": self._max_priority,
-            "alpha": self.alpha,
-        }
+        return {"priorities": priorities, "max_priority": self._max_priority, "alpha": self.alpha}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Set the priorities to those of a state."""

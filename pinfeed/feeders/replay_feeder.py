@@ -197,15 +197,11 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         items = [item for item in items if item.what != "the order of the rows"]
         place: Place = "page cache" if in_files else "host"
         items.append(Allocation("transitions", place, 1, nbytes))
-        self._batch_size = batch_size
         route: Route = "direct" if device.unified else "staged"
         self._plan = Plan(batch_size, source.depth, route, tuple(items))
         self._transforms = options.transforms(device.name, is_limited=False)
         self._source = source
         self._loop = options.runner(source, device, schedule, self._transforms, capacity)
-
-    def __repr__(self) -> str:
-        return f"<ReplayFeeder: batches of {self._batch_size:,} on {self.device}, {self._loop}>"
 
     def __len__(self) -> int:
         """Return the number of batches of a loop.
@@ -230,3 +226,7 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
     def plan(self) -> Plan:
         """Memory of the batches and of the transitions; ``print(feeder.plan)`` shows it."""
         return self._transforms.with_measured(self._plan, unified=self._device.unified)
+
+    @property
+    def _batches_in_words(self) -> str:
+        return f"batches of {self._plan.batch_size:,}"

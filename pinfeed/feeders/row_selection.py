@@ -15,11 +15,11 @@ from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, known, sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
+from pinfeed.rows.rank_batches import RankBatches, batches_of_rank, note_workers
 from pinfeed.rows.ranks import PerRank, Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.shared_batches import SharedBatches, shared_batches
-from pinfeed.validation.arguments import check_flag, check_seed
+from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 logger = logging.getLogger("pinfeed")
 
@@ -35,7 +35,6 @@ class RowSelection:
         batch_size: Rows per batch of this process; None if ``config`` or ``order`` decides it.
         config: Memory limits of this process; None if there are none.
         drop_last: Whether to leave out a last batch that is not full.
-        ranks: The user's rule by which ranks share the rows.
         rank_batches: Batches of this rank, without ``n_rows``; None if the process has all rows.
         rank: Number of this rank; None if the process has all rows.
 
@@ -55,6 +54,8 @@ class RowSelection:
         drop_last: bool,
         ranks: Ranks | str | None,
     ) -> None:
+        if batch_size is not None:
+            batch_size = whole_number(batch_size, "batch_size")
         _check_batch_size(batch_size, config, rows)
         check_flag(shuffle, "shuffle")
         check_flag(drop_last, "drop_last")
@@ -66,7 +67,7 @@ class RowSelection:
         if config is not None:
             size, size_name = config.preferred_batch_size, "preferred_batch_size"
         self.drop_last = drop_last
-        self.ranks = ranks
+        self._ranks = ranks
         self._given_config = config
         self.all_rows = rows
         self.order: Order | Iterable[Any] = rows
@@ -92,6 +93,10 @@ class RowSelection:
             most = self.config.preferred_batch_size or self.rank_batches.batch_size
             size = min(self.rank_batches.batch_size, most)
             self.config = dataclasses.replace(self.config, preferred_batch_size=size)
+
+    def note_workers(self) -> None:
+        """Warn, once, if worker processes of a DataLoader each begin a loop over all rows."""
+        note_workers(self._ranks, self.all_rows)
 
     def batches(self, n_rows: int, plan: Plan) -> RowBatches:
         """Return the batches of every epoch, and warn if there are none.

@@ -26,13 +26,21 @@ hundred have no further benefit.
 """
 
 
-def check_depth(depth: int) -> int:
+def check_depth(depth: int, alternative: str = "") -> int:
     """Return ``depth`` as an int.
+
+    Args:
+        depth: The user's argument.
+        alternative: Text of the error that says what else may be given.
 
     Raises:
         ArgumentError: If it is not a whole number from 0 to ``MAX_DEPTH``.
     """
-    return _check(depth, "")
+    note = (
+        f" (0 is the synchronous loop){alternative}; each prefetched batch needs memory, and 2 to "
+        "32 are enough"
+    )
+    return whole_number(depth, "depth", least=0, most=MAX_DEPTH, note=note)
 
 
 def check_optional_depth(depth: int | None) -> int | None:
@@ -41,15 +49,7 @@ def check_optional_depth(depth: int | None) -> int | None:
     Raises:
         ArgumentError: If it is neither None nor a whole number from 0 to ``MAX_DEPTH``.
     """
-    return None if depth is None else _check(depth, ", or None to let pinfeed choose")
-
-
-def _check(depth: int, alternative: str) -> int:
-    note = (
-        f" (0 is the synchronous loop){alternative}; each prefetched batch needs memory, and 2 to "
-        "32 are enough"
-    )
-    return whole_number(depth, "depth", least=0, most=MAX_DEPTH, note=note)
+    return None if depth is None else check_depth(depth, ", or None to let pinfeed choose")
 
 
 def n_batches(depth: int, batches_per_slot: int = 1) -> int:

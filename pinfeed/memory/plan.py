@@ -9,7 +9,7 @@ from typing import Literal
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
@@ -137,9 +137,6 @@ class Plan:
         return sum(item.total for item in self.items if item.place == place)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         host = f"host memory: {_with_limit(self.host_bytes, self.cpu_memory_limit)}"
         if self.pinned_bytes:
             host += f", {human(self.pinned_bytes)} of it page-locked (pinned)"

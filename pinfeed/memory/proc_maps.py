@@ -31,25 +31,15 @@ def file_key(path: str) -> FileKey | None:
     return stat.st_dev, stat.st_ino
 
 
-class _SharedMap(NamedTuple):
-    """A shared mapping of a file, at addresses from ``start`` up to ``stop``."""
-
-    start: int
-    stop: int
-    is_writable: bool
-    file: FileKey
-    offset: int
-
-
 def mapping_at(address: int) -> FileMapping | None:
     """Return the file that is mapped at an address, according to proc(5).
 
     The result is None for other memory, for private mappings (whose writes do not reach the file),
     and if ``/proc`` cannot be read.
     """
-    for one in _shared_maps():
-        if one.start <= address < one.stop:
-            return FileMapping(one.file, one.offset + address - one.start)
+    for addresses, file, offset, _ in _shared_maps():
+        if address in addresses:
+            return FileMapping(file, offset + address - addresses.start)
     return None
 
 
@@ -59,17 +49,18 @@ def written_maps() -> set[FileKey]:
     The result is empty if ``/proc`` cannot be read. Writes to such a map may leave the time of
     change of the file as it is.
     """
-    return {one.file for one in _shared_maps() if one.is_writable}
+    return {file for _, file, _, is_writable in _shared_maps() if is_writable}
 
 
-def _shared_maps() -> Iterator[_SharedMap]:
+def _shared_maps() -> Iterator[tuple[range, FileKey, int, bool]]:
+    """Yield addresses, file and offset of each shared mapping, and whether it may be written."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
         for line in lines:
             span, permissions, offset, device, inode, *name = line.split(maxsplit=5)
             if "s" in permissions and inode != "0":
                 start, stop = (int(bound, 16) for bound in span.split("-"))
                 file = _key(device, int(inode), name[0].rstrip("\n") if name else "")
-                yield _SharedMap(start, stop, "w" in permissions, file, int(offset, 16))
+                yield range(start, stop), file, int(offset, 16), "w" in permissions
 
 
 def _key(device: str, inode: int, path: str) -> FileKey:

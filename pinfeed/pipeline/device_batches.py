@@ -89,7 +89,7 @@ class DeviceBatches(DeviceMover):
             batch: The loader's batch.
             state: State of the loader after the batch.
         """
-        from pinfeed.tensors.loader_tensors import plain_tensors, same_structure
+        from pinfeed.tensors.numpy_torch import plain_tensors, same_structure
 
         at = self._n_moved % len(self._slots)
         self._n_moved += 1

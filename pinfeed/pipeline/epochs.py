@@ -30,8 +30,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.stall_monitor import StallMonitor
+from pinfeed.profiling.counters import Counters, StallMonitor
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.validation.arguments import whole_number

@@ -13,17 +13,17 @@ _TIDS = {name: 100 * (i + 1) for i, name in enumerate(THREADS)}
 
 
 def trace(
-    spans: Sequence[Span],
-    start_s: float,
-    end_s: float,
+    spans: Sequence[Span], caches: Sequence[tuple[float, CacheCounts]], start_s: float, end_s: float
 ) -> dict[str, Any]:
-    """Return the spans between two moments as a trace.
+    """Return what happened between two moments as a trace.
 
-    The trace has complete events on named threads, and a counter of the batches that were ready.
-    Times are in microseconds.
+    The trace has complete events on named threads, a counter of the batches that were ready, and
+    counters for each table of the rows that were in its cache, and that were read. Times are in
+    microseconds.
 
     Args:
         spans: Spans of the whole run.
+        caches: Times in seconds, each with the counts of a batch in a table.
         start_s: First moment.
         end_s: Last moment.
     """
@@ -34,29 +34,16 @@ def trace(
     events += [
         _complete(span, _TIDS[name] + track) for name, row in threads.items() for span, track in row
     ]
+    counts = [("batches ready", at_s, {"batches": count}) for at_s, count in ready(spans)]
+    for at_s, cache in caches:
+        rows = {"hits": cache.hits, "read": cache.lookups - cache.hits}
+        counts.append((f"cache of {cache.table}, rows", at_s, rows))
     events += [
-        _count("batches ready", at_s, batches=count)
-        for at_s, count in ready(spans)
+        {"name": what, "ph": "C", "pid": _PID, "tid": 0, "ts": at_s * 1e6, "args": args}
+        for what, at_s, args in counts
         if start_s <= at_s <= end_s
     ]
     return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-def cache_events(caches: Sequence[tuple[float, CacheCounts]]) -> list[dict[str, Any]]:
-    """Return counters for each table: rows that were in its cache, and that were read.
-
-    Args:
-        caches: Times in seconds, each with the counts of a batch in a table.
-    """
-    return [
-        _count(
-            f"cache of {counts.table}, rows",
-            at_s,
-            hits=counts.hits,
-            read=counts.lookups - counts.hits,
-        )
-        for at_s, counts in caches
-    ]
 
 
 def _thread_names(threads: set[tuple[str, int]]) -> list[dict[str, Any]]:
@@ -74,20 +61,15 @@ def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": _PID, "tid": tid, "args": args}
 
 
-def _count(what: str, at_s: float, **args: int) -> dict[str, Any]:
-    return {"name": what, "ph": "C", "pid": _PID, "tid": 0, "ts": at_s * 1e6, "args": args}
-
-
 def _complete(span: Span, tid: int) -> dict[str, Any]:
-    last = span.batch + span.n_batches - 1
     return {
-        "name": f"{span.lane} {span.batch}" + (f"-{last}" if last > span.batch else ""),
+        "name": f"{span.lane} {span.numbers}",
         "cat": span.lane,
         "ph": "X",
         "pid": _PID,
         "tid": tid,
         "ts": span.start_s * 1e6,
-        "dur": (span.end_s - span.start_s) * 1e6,
+        "dur": span.seconds * 1e6,
         "args": {
             "batch": span.batch,
             "batches": span.n_batches,

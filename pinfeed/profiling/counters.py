@@ -1,16 +1,28 @@
-"""Counters: change the statistics of a feeder with every batch of its loops."""
+"""Counters: change the statistics of a feeder with every batch; StallMonitor: warns of stalls."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable
 
-from pinfeed.profiling.process_memory import ProcessMemory
+from pinfeed.memory.host import ProcessMemory
 from pinfeed.profiling.spans import CacheCounts
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
+
+STARVED = 0.2
+"""Share of the time; a loop that waits for more has a data stall."""
+WARM_UP_BATCHES = 5
+"""First batches of a feeder, which prove nothing because they were not prefetched in time."""
+STRETCH_S = 5.0
+"""Minimum time within loops, in seconds, that is evaluated."""
+STRETCH_BATCHES = 20
+"""Minimum number of batches that is evaluated."""
+
+logger = logging.getLogger("pinfeed")
 
 
 class Counters:
@@ -54,12 +66,7 @@ class Counters:
         self._is_first = False
 
     def enter(
-        self,
-        depth: int,
-        n_readers: int,
-        *,
-        n_transform_threads: int = 1,
-        asynchronous: bool,
+        self, depth: int, n_readers: int, *, n_transform_threads: int = 1, asynchronous: bool
     ) -> None:
         """Count a loop that begins and requests its first batch.
 
@@ -195,6 +202,8 @@ class Counters:
         """Return all counts, with the running request, and the memory of the process."""
         now = self.now()
         counts = self.counts
+        # A copy of this object that ends its request would need fewer lines. But once an object was
+        # copied, Python finds its attributes more slowly, which every batch would pay for.
         requested_s = self.requested_s if self._is_requesting else now
         ready_s = min(max(requested_s, self._ready_s), now)
         starved_s = now - requested_s if self._is_idle else 0.0
@@ -217,3 +226,45 @@ class Counters:
         self.timeline.add("wait", number, self.requested_s, ready_s)
         self.timeline.add("lend", number, ready_s, now, 1, rows, nbytes)
         self._lent_s = now
+
+
+class StallMonitor:
+    """Monitor of the counters of a feeder's loops; the consumer thread calls it.
+
+    Args:
+        counters: The counts of the loops.
+
+    Attributes:
+        next_check: Number of batches at which to call ``check``; infinite after the warning.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        # Statistics at the beginning of the stretch to evaluate, which may span several loops.
+        self._earlier: FeederStats | None = None
+        # Reading statistics takes some microseconds, so they are not read before this time.
+        self._due_s = -math.inf
+        self.next_check: float = WARM_UP_BATCHES
+
+    def check(self) -> None:
+        """Evaluate the stretch if it is long enough by now; warn of a data stall.
+
+        Waits for the first batch of a loop are no stall, because it cannot be prefetched.
+        """
+        self.next_check = self._counters.counts.batches + STRETCH_BATCHES
+        now = self._counters.now()
+        if now < self._due_s:
+            return
+        stats = self._counters.stats()
+        if self._earlier is None:
+            self._earlier = stats
+        recent = stats - self._earlier
+        # Time between loops does not count.
+        self._due_s = now + STRETCH_S - recent.seconds
+        if recent.seconds < STRETCH_S or recent.batches < STRETCH_BATCHES:
+            return
+        self._earlier = stats
+        self._due_s = now + STRETCH_S
+        if recent.starved_s - recent.first_batch_s > STARVED * recent.seconds:
+            logger.warning("in the last %.1f s, %s", recent.seconds, recent.verdict)
+            self.next_check = math.inf

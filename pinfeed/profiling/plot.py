@@ -19,32 +19,21 @@ from pinfeed.profiling.spans import (
 )
 from pinfeed.validation.suggestions import install_line
 
-COLOURS: dict[Lane, str] = {
-    "read": "#5b8db8",
-    "host_transform": "#3f6f9c",
-    "copy": "#6bb0a6",
-    "device_transform": "#3f8f7d",
-    "wait": "#d7263d",
-    "lend": "#3d3d3d",
-    "compute": "#e9b44c",
-    "write_wait": "#8c1c2b",
-    "device": "#cf8a3a",
-    "write": "#9a7fb8",
+_LOOKS: dict[Lane, tuple[str, str]] = {
+    "read": ("#5b8db8", "reading"),
+    "host_transform": ("#3f6f9c", "host_transform"),
+    "copy": ("#6bb0a6", "copying to the device"),
+    "device_transform": ("#3f8f7d", "device_transform"),
+    "wait": ("#d7263d", "the loop waits for a batch"),
+    "lend": ("#3d3d3d", "receives a batch (overhead)"),
+    "compute": ("#e9b44c", "training step"),
+    "write_wait": ("#8c1c2b", "waits for write-backs"),
+    "device": ("#cf8a3a", "the device computes"),
+    "write": ("#9a7fb8", "writing back"),
 }
-_MEANINGS: dict[Lane, str] = {
-    "read": "reading",
-    "host_transform": "host_transform",
-    "copy": "copying to the device",
-    "device_transform": "device_transform",
-    "wait": "the loop waits for a batch",
-    "lend": "receives a batch (overhead)",
-    "compute": "training step",
-    "write_wait": "waits for write-backs",
-    "device": "the device computes",
-    "write": "writing back",
-}
+"""Colour and meaning of each lane."""
 # Time in which the watched thread waits, on its own row and behind the other rows.
-_SIGNAL = COLOURS["wait"]
+_SIGNAL = _LOOKS["wait"][0]
 _BAND = "#fbe3e6"
 # Waits that cost nothing, because the device computes.
 _QUIET = "#d9d9d9"
@@ -111,7 +100,7 @@ def colour_of(span: Span, by_device: bool) -> str:
     """
     if span.lane == "wait" and by_device:
         return _QUIET
-    colour = COLOURS[span.lane]
+    colour, _ = _LOOKS[span.lane]
     is_even = span.batch // span.n_batches % 2 == 0
     if span.lane in WAITING or not is_even:
         return colour
@@ -156,19 +145,16 @@ def _draw_rows(axes: Any, rows: _Rows, start_s: float, end_s: float) -> None:
 def _draw_bars(
     axes: Any, row: Sequence[tuple[Span, int]], top: float, narrowest_s: float, by_device: bool
 ) -> None:
-    alike: dict[tuple[str, int, bool], list[tuple[float, float]]] = {}
-    for span, track in row:
-        key = (colour_of(span, by_device), track, span.lane == "compute")
-        width = max(span.end_s - span.start_s, narrowest_s)
-        alike.setdefault(key, []).append((span.start_s, width))
-    for (colour, track, is_step), intervals in alike.items():
+    for track in range(_n_tracks(row)):
+        spans = [span for span, own_track in row if own_track == track]
+        # Waits lie on top of the step that contains them.
+        spans.sort(key=lambda span: span.lane != "compute")
         axes.broken_barh(
-            intervals,
+            [(span.start_s, max(span.seconds, narrowest_s)) for span in spans],
             (top + track + 0.05, 0.9),
-            facecolors=colour,
+            facecolors=[colour_of(span, by_device) for span in spans],
             linewidth=0,
-            # Waits lie on top of the step that contains them.
-            zorder=2 if is_step else 3,
+            zorder=2,
             # Bars that are not widened get the width of a pixel or disappear if they are snapped.
             snap=narrowest_s > 0,
         )
@@ -177,12 +163,10 @@ def _draw_bars(
 def _number_bars(axes: Any, row: Sequence[tuple[Span, int]], top: float, inch_s: float) -> None:
     """Write batch numbers on bars that have room for them."""
     for span, track in row:
-        last = span.batch + span.n_batches - 1
-        text = f"{span.batch}–{last}" if last > span.batch else f"{span.batch}"
-        has_room = span.end_s - span.start_s > _CHARACTER_IN * inch_s * (len(text) + 1)
+        has_room = span.seconds > _CHARACTER_IN * inch_s * (len(span.numbers) + 1)
         if has_room and span.lane not in WAITING:
-            x = (span.start_s + span.end_s) / 2
-            axes.text(x, top + track + 0.5, text, ha="center", va="center", fontsize=8.5, zorder=4)
+            place = ((span.start_s + span.end_s) / 2, top + track + 0.5)
+            axes.text(*place, span.numbers, ha="center", va="center", fontsize=8.5, zorder=3)
 
 
 def _draw_gaps(axes: Any, spans: Sequence[Span], box: tuple[float, float], colour: str) -> None:
@@ -197,9 +181,7 @@ def _label(name: str, row: Sequence[tuple[Span, int]], spans: list[Span], second
         return f"{name}\nwaits {stalled(spans):.0%}"
     n_tracks = _n_tracks(row)
     several = f" × {n_tracks}" if n_tracks > 1 else ""
-    busy_s = sum(
-        span.end_s - span.start_s for span, _ in row if span.lane not in ("wait", "write_wait")
-    )
+    busy_s = sum(span.seconds for span, _ in row if span.lane not in ("wait", "write_wait"))
     return f"{name}{several}\nbusy {busy_s / seconds / n_tracks:.0%}"
 
 
@@ -255,9 +237,10 @@ def _add_legend(figure: Any, shown: Sequence[Span]) -> None:
 
     by_device = _watched(shown) == "device"
     lanes = {span.lane for span in shown}
-    colours = COLOURS | ({"wait": _QUIET} if by_device else {})
     handles = [
-        Patch(color=colours[lane], label=text) for lane, text in _MEANINGS.items() if lane in lanes
+        Patch(color=_QUIET if by_device and lane == "wait" else colour, label=meaning)
+        for lane, (colour, meaning) in _LOOKS.items()
+        if lane in lanes
     ]
     if by_device:
         handles.append(Patch(color=_SIGNAL, label="the device waits for a batch"))

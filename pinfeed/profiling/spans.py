@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 Lane = Literal[
     "read",
@@ -32,24 +32,15 @@ Lane = Literal[
 - ``write``: the writer thread, or the device itself, writes rows back.
 """
 
-LANES: tuple[Lane, ...] = get_args(Lane)
-
-THREADS: dict[str, tuple[Lane, ...]] = {
-    "read": ("read",),
-    "host_transform": ("host_transform",),
-    "copy": ("copy",),
-    "device_transform": ("device_transform",),
-    "loop": ("wait", "lend", "compute", "write_wait"),
-    "device": ("device",),
-    "write": ("write",),
-}
-"""Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``.
+THREADS = ("read", "host_transform", "copy", "device_transform", "loop", "device", "write")
+"""Names of threads, from top to bottom. All but the loop do the work of one lane.
 
 Transforms run in background threads or in a stream of the device, and are shown separately.
 """
-
-SHARED: tuple[Lane, ...] = ("read", "host_transform")
-"""Lanes of work that several threads may do at the same time."""
+_OF_LOOP: tuple[Lane, ...] = ("wait", "lend", "compute", "write_wait")
+"""Lanes of the loop, which do not overlap, except ``write_wait`` and ``compute``."""
+_SHARED = ("read", "host_transform")
+"""Names for which several threads may work at the same time."""
 
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
 """Lanes of the loop in which it does not compute."""
@@ -69,6 +60,17 @@ class Span(NamedTuple):
     n_batches: int = 1
     rows: int = 0
     bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end_s - self.start_s
+
+    @property
+    def numbers(self) -> str:
+        """Number of the batch, or of the first and the last one, for people."""
+        last = self.batch + self.n_batches - 1
+        return f"{self.batch}-{last}" if last > self.batch else f"{self.batch}"
 
 
 class CacheCounts(NamedTuple):
@@ -95,10 +97,9 @@ def clipped(spans: Iterable[Span], start_s: float, end_s: float) -> list[Span]:
     ]
 
 
-def extent(spans: Iterable[Span]) -> tuple[float, float]:
+def extent(spans: Sequence[Span]) -> tuple[float, float]:
     """Return when the first span begins and when the last one ends."""
-    found = list(spans)
-    return min(span.start_s for span in found), max(span.end_s for span in found)
+    return min(span.start_s for span in spans), max(span.end_s for span in spans)
 
 
 def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
@@ -118,36 +119,31 @@ def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
     return waits[first].start_s, waits[first + n_batches].start_s
 
 
-def tracks(spans: Sequence[Span]) -> list[int]:
-    """Return a track for each span so that no two spans of a lane overlap on one track.
-
-    Several threads may read, or call ``host_transform``, at the same time. Their lanes then need
-    several tracks.
-    """
-    ends: dict[str, list[float]] = {lane: [] for lane in LANES}
+def _tracks(spans: Sequence[Span]) -> list[int]:
+    """Return a track for each span so that no two spans overlap on one track."""
+    ends: list[float] = []
     found = [0] * len(spans)
     for i in sorted(range(len(spans)), key=lambda i: spans[i].start_s):
-        span = spans[i]
-        taken = ends[span.lane]
-        free = (track for track, end in enumerate(taken) if end <= span.start_s)
-        found[i] = next(free, len(taken))
-        taken[found[i] : found[i] + 1] = [span.end_s]
+        free = (track for track, end in enumerate(ends) if end <= spans[i].start_s)
+        found[i] = next(free, len(ends))
+        ends[found[i] : found[i] + 1] = [spans[i].end_s]
     return found
 
 
 def by_thread(spans: Sequence[Span]) -> dict[str, list[tuple[Span, int]]]:
-    """Return the spans of each thread that has some, each with its track."""
-    found: dict[str, list[tuple[Span, int]]] = {}
-    placed = list(zip(spans, tracks(spans), strict=True))
-    for name, lanes in THREADS.items():
-        row = [
-            (span, track if span.lane in SHARED else 0)
-            for span, track in placed
-            if span.lane in lanes
-        ]
-        if row:
-            found[name] = row
-    return found
+    """Return the spans of each thread that has some, each with its track.
+
+    Several threads may read, or call ``host_transform``, at the same time. Their spans then need
+    several tracks.
+    """
+    rows: dict[str, list[Span]] = {name: [] for name in THREADS}
+    for span in spans:
+        rows["loop" if span.lane in _OF_LOOP else span.lane].append(span)
+    return {
+        name: list(zip(row, _tracks(row) if name in _SHARED else [0] * len(row), strict=True))
+        for name, row in rows.items()
+        if row
+    }
 
 
 def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:
@@ -180,9 +176,7 @@ def _loop_starts(spans: Iterable[Span]) -> dict[int, float]:
 
 def stalled(spans: Sequence[Span]) -> float:
     """Return the share of the time within loops that data stalls take, from 0 to 1."""
-    loop_s = sum(
-        span.end_s - span.start_s for span in spans if span.lane in ("wait", "lend", "compute")
-    )
+    loop_s = sum(span.seconds for span in spans if span.lane in ("wait", "lend", "compute"))
     stalls_s = sum(end_s - start_s for start_s, end_s in starved(spans))
     return stalls_s / loop_s if loop_s else 0.0
 

@@ -5,18 +5,57 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
+from pinfeed.memory.host import ProcessMemory
 from pinfeed.memory.units import duration, human, human_rate
-from pinfeed.profiling.bottleneck import (
-    ADVICE,
-    CAUSES,
-    NOTABLE,
-    STAGES,
-    WITHOUT_PREFETCHING,
-    Bottleneck,
-)
-from pinfeed.profiling.process_memory import ProcessMemory
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
+
+Stage = Literal["reading", "host_transform", "copying", "device_transform"]
+"""Work on a batch before the loop receives it."""
+
+Bottleneck = Literal[Stage, "computing", "writing", "overhead", "unevenness", "start"]
+"""The part of the pipeline that the others wait for.
+
+``overhead``: batches are ready in time, but pinfeed takes long to hand them over. ``unevenness``:
+some batches take longer than others. ``start``: loops are short, and their first batch cannot be
+prefetched.
+"""
+
+_STAGES: dict[Stage, str] = {
+    "reading": "read_s",
+    "host_transform": "host_transform_s",
+    "copying": "copy_wait_s",
+    "device_transform": "device_transform_s",
+}
+"""Field of ``FeederStats`` with the time of each stage."""
+
+_NOTABLE = 0.05
+"""Share of the time; a loop that waits for less computes as fast as it can."""
+
+VERDICTS: dict[Bottleneck, str] = {
+    "computing": "computing is the bottleneck; faster data would gain nothing",
+    "reading": "reading is the bottleneck; read fewer bytes, read files in blocks of rows, or use "
+    "more threads; threads take turns in Python code, which holds the interpreter's lock, so use "
+    "worker processes of a DataLoader for it",
+    "host_transform": "host_transform is the bottleneck; make it cheaper, raise transform_threads, "
+    "or do its work before training",
+    "copying": "copying to the device is the bottleneck; copy fewer bytes, for example uint8 that "
+    "device_transform converts, or make a device_transform cheaper, because copies wait for it",
+    "device_transform": "device_transform is the bottleneck; make it cheaper, or do its work "
+    "before training",
+    "writing": "writing back is the bottleneck; write fewer values, or keep the rows in memory "
+    "instead of a file",
+    "overhead": "pinfeed's own work on each batch is the bottleneck; use larger batches",
+    "unevenness": "some batches are late, although reading is fast enough on average; raise depth, "
+    "which keeps more batches ready",
+    "start": "the first batch of each loop cannot be prefetched; run longer loops, or let the next "
+    "epoch begin early with continuous=True",
+}
+"""Cause and advice for each bottleneck, with a semicolon between them."""
+
+_WITHOUT_PREFETCHING = "compare depth=2, which does this work during the training step"
+"""Advice for a loop with ``depth=0`` that waits for a stage."""
 
 
 @dataclass(kw_only=True, repr=False)
@@ -155,7 +194,7 @@ class FeederStats:
     @property
     def bottleneck(self) -> Bottleneck:
         """The part of the pipeline that the others wait for."""
-        if self.starved < NOTABLE:
+        if self.starved < _NOTABLE:
             return "computing"
         if self.write_wait_s > self.wait_s + self.overhead_s:
             return "writing"
@@ -167,7 +206,7 @@ class FeederStats:
         # Seconds of a thread that does nothing else.
         taken = {
             stage: getattr(self, name) / threads.get(stage, self.n_readers)
-            for stage, name in STAGES.items()
+            for stage, name in _STAGES.items()
         }
         if self.depth and sum(taken.values()) < self.seconds - self.starved_s:
             return "unevenness"
@@ -178,10 +217,11 @@ class FeederStats:
         """A sentence that says how long the loop waited, for which stage, and what to change."""
         if not self.seconds:
             return "no loop has run"
-        cause = self.bottleneck
-        is_overlappable = cause in STAGES and not self.depth
-        advice = WITHOUT_PREFETCHING if is_overlappable else ADVICE[cause]
-        return f"the loop waited {self.starved:.0%} of the time: {CAUSES[cause]}; {advice}"
+        text = VERDICTS[self.bottleneck]
+        if self.bottleneck in _STAGES and not self.depth:
+            cause, _, _ = text.partition("; ")
+            text = f"{cause}; {_WITHOUT_PREFETCHING}"
+        return f"the loop waited {self.starved:.0%} of the time: {text}"
 
     def as_dict(self) -> dict[str, float]:
         """Return numbers for a logger, with the units in their names.
@@ -218,9 +258,6 @@ class FeederStats:
         return dataclasses.replace(self, **changed)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         n = max(1, self.batches)
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pinfeed.devices.device import Event
 from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
-from pinfeed.profiling.chrome_trace import cache_events, trace
+from pinfeed.profiling.chrome_trace import trace
 from pinfeed.profiling.spans import CacheCounts, Lane, Span, extent, middle
 
 MOST_SPANS = 300_000
@@ -195,6 +195,7 @@ class Timeline:
                 were given.
         """
         name = os.fspath(path)
+        is_trace = name.endswith(".json")
         spans = self.spans
         if not spans:
             raise ArgumentError(
@@ -210,18 +211,16 @@ class Timeline:
             end = min(end, start + first_s)
         elif last_s is not None:
             start = max(start, end - last_s)
-        elif not name.endswith(".json"):
+        elif not is_trace:
             start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:
             raise ArgumentError(
                 f"first_s={first_s}, last_s={last_s} leaves nothing to draw; expected more than 0 "
                 "seconds"
             )
-        if not name.endswith(".json"):
+        if not is_trace:
             plot.draw(spans, start, end, self._depth, name)
             return
-        made = trace(spans, start, end)
-        caches = [(at_s, counts) for at_s, counts in self.caches if start <= at_s <= end]
-        made["traceEvents"] += cache_events(caches)
+        made = trace(spans, self.caches, start, end)
         with open(name, "w") as file:
             json.dump(made, file)

@@ -11,16 +11,12 @@ from pinfeed.errors import StoreError, described
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
+_NAMES = (
+    "uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 "
+    "complex128 bool"
+)
 DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": BFLOAT16} | {
-    name: np.dtype(name)
-    for kind, widths in {
-        "uint": (8, 16, 32, 64),
-        "int": (8, 16, 32, 64),
-        "float": (16, 32, 64),
-        "complex": (64, 128),
-        "bool": ("",),
-    }.items()
-    for name in (f"{kind}{width}" for width in widths)
+    name: np.dtype(name) for name in _NAMES.split()
 }
 """Dtypes by name, which numpy and torch share."""
 _NATIVE = frozenset(DTYPES.values())

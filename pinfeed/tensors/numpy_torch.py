@@ -1,8 +1,9 @@
-"""Conversions between numpy arrays and torch tensors, without copies; versions of tensors."""
+"""Conversions between numpy arrays and torch tensors, without copies; simple batches of tensors."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -114,6 +115,43 @@ def passed_on(batch: Any) -> tuple[Any, int, int] | None:
         # Sparse and nested tensors raise it.
         return None
     return batch, 1 if n_samples is None else n_samples, nbytes
+
+
+def plain_tensors(batch: Any) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of a batch that is a tensor, or a list, tuple or dict of tensors.
+
+    Returns:
+        The tensors in order; None for other structures, or if a tensor is not dense, contiguous and
+        on the CPU, has a gradient or a dtype that numpy does not have.
+    """
+    kind = type(batch)
+    tensors: Sequence[Any] = (batch,)
+    if kind is dict:
+        tensors = list(batch.values())
+    elif kind is list or kind is tuple:
+        tensors = batch
+    for tensor in tensors:
+        if (
+            type(tensor) is not torch.Tensor
+            or not tensor.is_cpu
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.requires_grad
+            or not tensor.is_contiguous()
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.dtype not in NUMPY
+        ):
+            return None
+    return tensors or None
+
+
+def same_structure(batch: Any, tensors: Sequence[Any]) -> Any:
+    """Return other tensors in the structure of a batch that ``plain_tensors`` takes."""
+    kind = type(batch)
+    if kind is dict:
+        return dict(zip(batch, tensors, strict=True))
+    return kind(tensors) if kind is list or kind is tuple else tensors[0]
 
 
 def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

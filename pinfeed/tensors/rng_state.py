@@ -15,6 +15,13 @@ import torch
 
 from pinfeed.errors import ArgumentError
 
+GLOBAL: dict[str, Any] = {
+    "random": random._inst,
+    "numpy.random": np.random.mtrand._rand,
+    "torch": torch.default_generator,
+}
+"""Generators behind the functions of modules, which all threads share."""
+
 
 def capture() -> dict[str, Any]:
     """Return the state of the global generators of torch, numpy and Python, and of GPUs in use."""
@@ -66,7 +73,7 @@ def own_generators(loader: Any) -> list[Any]:
     while todo and len(known) < _MAX_OBJECTS:
         one = todo.popleft()
         if isinstance(one, _KINDS):
-            if all(one is not shared for shared in _GLOBAL):
+            if all(one is not shared for shared in GLOBAL.values()):
                 found.append(one)
             continue
         for part in _parts(one):
@@ -85,6 +92,12 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
     return _plain(generator.bit_generator.state)
+
+
+def is_at(generator: Any, state: Any) -> bool:
+    """Return whether a generator has a state that ``state_of`` has returned."""
+    now = state_of(generator)
+    return torch.equal(now, state) if isinstance(now, torch.Tensor) else bool(now == state)
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -144,14 +157,10 @@ class GeneratorStates:
             self._n_requested = n_requested
 
     def _is_at_last(self) -> bool:
-        now = state_of(self._generator)
-        last = self._states[-1]
-        return torch.equal(now, last) if isinstance(now, torch.Tensor) else bool(now == last)
+        return is_at(self._generator, self._states[-1])
 
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# Those behind the functions of the modules.
-_GLOBAL = (torch.default_generator, np.random.mtrand._rand, random._inst)
 # Bounds of the search in a loader, which may hold large datasets.
 _MAX_OBJECTS = 1_000
 _MAX_ITEMS = 100

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pinfeed.errors import ArgumentError
+from pinfeed.tensors import rng_state
 from pinfeed.tensors.transform_calls import seeded_generator
 
 
@@ -123,21 +123,10 @@ def _is_training(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def global_draws(make: Callable[[], Any]) -> tuple[Any, list[str]]:
     """Call a function; return its result, and the global generators that it has drawn from."""
-    before = _global_states()
+    shared = rng_state.GLOBAL
+    before = {name: rng_state.state_of(one) for name, one in shared.items()}
     result = make()
-    after = _global_states()
-    return result, [name for name, state in after.items() if state != before[name]]
-
-
-def _global_states() -> dict[str, Any]:
-    """Return the states of the global generators, by the name of their module."""
-    # Datasets draw from numpy's global generator.
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return {
-        "random": random.getstate(),
-        "numpy.random": (np.asarray(keys).tobytes(), *rest),
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
+    return result, [name for name in shared if not rng_state.is_at(shared[name], before[name])]
 
 
 @contextlib.contextmanager

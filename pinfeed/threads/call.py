@@ -69,12 +69,9 @@ class Call(Generic[R]):
             self._value = fn(*args)
         except BaseException as error:
             self._error = error
-            self._done = True
-            self._running.release()
-            del fn, args, self
-        else:
-            self._done = True
-            self._running.release()
+        self._done = True
+        self._running.release()
+        del fn, args, self
 
     def fail(self, error: BaseException) -> None:
         """End the call with ``error``, without calling the function."""

@@ -61,7 +61,7 @@ def real_number(
     return float(value)
 
 
-def check_path(value: Any, name: str = "path") -> str:
+def check_path(value: Any) -> str:
     """Return ``value`` as a str.
 
     Raises:
@@ -69,11 +69,11 @@ def check_path(value: Any, name: str = "path") -> str:
     """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str):
-        raise ArgumentError(f"{name}={value!r}: expected a path, as a str or a pathlib.Path")
+        raise ArgumentError(f"path={value!r}: expected a path, as a str or a pathlib.Path")
     return path
 
 
-def check_file_to_make(value: Any, name: str = "path") -> str:
+def check_file_to_make(value: Any) -> str:
     """Return ``value`` as a str, if a file can be created at that path.
 
     Raises:
@@ -81,16 +81,16 @@ def check_file_to_make(value: Any, name: str = "path") -> str:
         StoreError: If ``value`` is a directory.
         FileMissing: If the directory of the file does not exist.
     """
-    path = check_path(value, name)
+    path = check_path(value)
     if os.path.isdir(path):
         raise StoreError(
-            f"{name}={path!r} is a directory; expected the path of a new .npy file; give a file "
+            f"path={path!r} is a directory; expected the path of a new .npy file; give a file "
             "name in it"
         )
     directory = os.path.dirname(path)
     if directory and not os.path.isdir(directory):
         raise FileMissing(
-            f"{name}={path!r}: the directory {directory!r} does not exist (looked in "
+            f"path={path!r}: the directory {directory!r} does not exist (looked in "
             f"{os.getcwd()}); create it with os.makedirs({directory!r})"
         )
     return path
@@ -182,9 +182,7 @@ def takes_parameter(function: Any, name: str) -> bool:
     )
 
 
-def explain_arguments(
-    hints: Mapping[str, str],
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def explain_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, to give helpful advice on a wrong argument.
 
     Editors and type checkers still see the function's own signature. The decorator also refuses a

@@ -12,7 +12,7 @@ from support.command import X, python, run, values
 import pinfeed
 from pinfeed import GiB, MiB
 from pinfeed.cli import inspect as inspect_command
-from pinfeed.validation.safe_repr import wrapped
+from pinfeed.validation.messages import wrapped
 
 
 def test_as_a_program() -> None:

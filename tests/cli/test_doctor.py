@@ -13,9 +13,7 @@ from support.command import ROOT, X, python, run, values
 
 from pinfeed import GiB, MiB
 from pinfeed.cli import doctor as doctor_command
-from pinfeed.cli import machine
-from pinfeed.cli.doctor import ReadRates
-from pinfeed.cli.machine import gpu_problem, host_values
+from pinfeed.cli.doctor import ReadRates, gpu_problem, host_values
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
 from pinfeed.native import library
 from pinfeed.validation.suggestions import REQUIREMENTS
@@ -39,8 +37,8 @@ def test_doctor_agrees_with_the_machine() -> None:
 
 
 def test_doctor_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "why_not", lambda: "PINFEED_NATIVE=0 is set")
-    monkeypatch.setattr(machine, "core_quota", lambda: 1.5)
+    monkeypatch.setattr(doctor_command, "why_not", lambda: "PINFEED_NATIVE=0 is set")
+    monkeypatch.setattr(doctor_command, "core_quota", lambda: 1.5)
     monkeypatch.setitem(REQUIREMENTS, "hdf5", "no-such-package>=1")
     shown = run("doctor").stdout
     for said in (
@@ -55,7 +53,7 @@ def test_doctor_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_sees_the_limits_of_the_process() -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, 1 << 32))"
-    command = "from pinfeed.cli.machine import host_values; print(host_values(None))"
+    command = "from pinfeed.cli.doctor import host_values; print(host_values(None))"
     shown = python("-c", f"{limit}; {command}").stdout
     assert "'name': 'RLIMIT_DATA', 'total': 4294967296" in shown
     assert 0 < int(re.findall(r"'free': (\d+)", shown)[0]) < 1 << 32
@@ -164,8 +162,8 @@ def test_doctor_of_a_gpu_that_torch_describes(monkeypatch: pytest.MonkeyPatch) -
         "device_count": 2,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(machine, "driver_cuda", lambda: "13.1")
-    monkeypatch.setattr(machine, "pinning_problem", lambda: "CuPy is needed")
+    monkeypatch.setattr(doctor_command, "driver_cuda", lambda: "13.1")
+    monkeypatch.setattr(doctor_command, "pinning_problem", lambda: "CuPy is needed")
     shown = run("doctor").stdout
     for said in (
         "for CUDA 13.0; driver for CUDA 13.1",
@@ -178,7 +176,7 @@ def test_doctor_of_a_gpu_that_torch_describes(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_why_a_gpu_cannot_read_pinned_memory() -> None:
-    assert "PinnedStore needs page-locked memory" in machine.pinning_problem()
+    assert "PinnedStore needs page-locked memory" in doctor_command.pinning_problem()
 
 
 @pytest.mark.gpu

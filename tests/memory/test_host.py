@@ -19,6 +19,7 @@ from support.unwrapped import unwrapped
 from pinfeed import Feeder, MiB
 from pinfeed.memory import host
 from pinfeed.memory.host import (
+    ProcessMemory,
     core_quota,
     free_host_bytes,
     free_host_memory,
@@ -28,7 +29,6 @@ from pinfeed.memory.host import (
 )
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.pages import anonymous
-from pinfeed.profiling.process_memory import ProcessMemory
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
 V2 = ("memory.max", "memory.current", "inactive_file", "active_file")

@@ -13,15 +13,14 @@ from support.simulated_loops import a_run
 from pinfeed import errors
 from pinfeed.profiling import plot
 from pinfeed.profiling.spans import (
-    LANES,
     WAITING,
     Span,
+    by_thread,
     clipped,
     middle,
     ready,
     stalled,
     starved,
-    tracks,
 )
 from pinfeed.profiling.timeline import Timeline
 
@@ -112,10 +111,10 @@ def test_a_stretch_from_the_middle_is_of_one_loop() -> None:
 
 def test_tracks_never_overlap() -> None:
     spans = a_run(0.05, 0.01, n_readers=4, depth=5).spans
-    placed = list(zip(spans, tracks(spans), strict=True))
-    assert {track for span, track in placed if span.lane == "read"} == {0, 1, 2, 3}
-    for lane, track in itertools.product(LANES, range(4)):
-        of_one = [span for span, on in placed if (span.lane, on) == (lane, track)]
+    threads = by_thread(spans)
+    assert {track for _, track in threads["read"]} == {0, 1, 2, 3}
+    for row, track in itertools.product(threads.values(), range(4)):
+        of_one = [span for span, on in row if on == track]
         assert all(one.end_s <= following.start_s for one, following in itertools.pairwise(of_one))
 
 

@@ -6,8 +6,7 @@ import pytest
 from support.simulated_loops import Clock, simulated
 
 from pinfeed.memory.units import duration
-from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.stall_monitor import STRETCH_BATCHES, WARM_UP_BATCHES, StallMonitor
+from pinfeed.profiling.counters import STRETCH_BATCHES, WARM_UP_BATCHES, Counters, StallMonitor
 from pinfeed.testing import favour
 
 

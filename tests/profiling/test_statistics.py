@@ -18,10 +18,9 @@ from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.pipeline.writer import PendingWrite
-from pinfeed.profiling.bottleneck import ADVICE
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.progress_bar import ProgressBar
-from pinfeed.profiling.stats import FeederStats
+from pinfeed.profiling.stats import VERDICTS, FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.testing import SimDevice, favour
 
@@ -215,12 +214,12 @@ def test_the_verdict_names_the_slow_stage(cause: str, counted: dict[str, Any]) -
     starved_s = sum(counted.get(name, 0.0) for name in waits)
     found = FeederStats(**{**BASE, "starved_s": starved_s, **counted})
     assert found.bottleneck == cause
-    advice = ADVICE[found.bottleneck]
+    _, _, advice = VERDICTS[found.bottleneck].partition("; ")
     if found.depth == 0 and cause != "writing":
         advice = "compare depth=2, which does this work during the training step"
     assert found.verdict.startswith(f"the loop waited {10 * starved_s:.0f}% of the time: ")
     assert found.verdict.endswith(f"; {advice}")
-    assert ADVICE.keys() == {name for name, _ in CAUSES}
+    assert VERDICTS.keys() == {name for name, _ in CAUSES}
 
 
 def test_the_depth_is_known_before_the_first_loop() -> None:

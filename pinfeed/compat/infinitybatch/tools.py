@@ -13,7 +13,7 @@ from tabulate import tabulate
 from torch import nn
 
 from pinfeed.compat.infinitybatch.history import write_table
-from pinfeed.profiling.process_memory import ProcessMemory
+from pinfeed.memory.host import ProcessMemory
 
 __all__ = [
     "CudaHistory",

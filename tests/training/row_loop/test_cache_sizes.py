@@ -13,7 +13,7 @@ import torch
 from pinfeed import Config, GiB, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughGPUMemory, UnknownArgument
 from pinfeed.native import library as native
-from pinfeed.profiling.chrome_trace import cache_events
+from pinfeed.profiling.chrome_trace import trace
 from pinfeed.profiling.spans import CacheCounts
 from pinfeed.training.row_loop.loop import RowLoop
 
@@ -165,6 +165,7 @@ def test_arguments_at_the_wrong_place() -> None:
 
 def test_each_table_has_counters_of_its_own_in_a_trace() -> None:
     counts = [(0.1, CacheCounts(name, 0, 9, 5, 64)) for name in ("users", "items")]
-    events = cache_events(counts)
+    found = trace([], counts, 0.0, 1.0)["traceEvents"]
+    events = [event for event in found if event["ph"] == "C"]
     assert [event["name"] for event in events] == ["cache of users, rows", "cache of items, rows"]
     assert events[0]["args"] == {"hits": 5, "read": 4}

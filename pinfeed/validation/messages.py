@@ -1,31 +1,11 @@
-"""Text for people: reprs that do not raise, wrapped paragraphs, and warnings in the log."""
+"""Text for people: wrapped paragraphs, and warnings in the log."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import Any
-
-
-def safe_repr(describe: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Make a ``__repr__`` that never raises of a method that may.
-
-    An object that is half made or broken shows the name of its class.
-    """
-
-    @functools.wraps(describe)
-    def shown(self: Any) -> str:
-        try:
-            return describe(self)
-        except Exception:
-            return f"<{type(self).__name__}>"
-
-    return shown
-
 
 _WIDTH = 80
 
