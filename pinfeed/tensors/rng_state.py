@@ -31,7 +31,7 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), *rest],
-        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
+        "python": [version, torch.from_numpy(np.array(numbers, np.int64)), gauss],
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
