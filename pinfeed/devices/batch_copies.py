@@ -6,7 +6,7 @@ those of transfer.py and row_window.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,19 @@ class RowWrites(NamedTuple):
     values: Sequence[tuple[Store, Any]]
     rows: Rows
     indices: Any = None
+
+
+def share_each(device: Device, tensors: Iterable[Any], stream: Any) -> None:
+    """Share the memory of tensors with a stream; the device frees it after the stream's work.
+
+    Args:
+        device: Device of the tensors.
+        tensors: The tensors. None among them is skipped.
+        stream: The stream.
+    """
+    for tensor in tensors:
+        if tensor is not None:
+            device.share(tensor, stream)
 
 
 class SingleCalls:

@@ -60,12 +60,16 @@ class Block(NamedTuple):
             parts: The parts.
             rooms: Bytes of each part with the gap after it.
         """
-        dtypes = {part.dtype for part in parts}
-        dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.uint8)
+        dtype = parts[0].dtype
         shape = parts[0].shape[1:]
+        for part in parts:
+            if part.dtype != dtype:
+                shape, dtype = (), np.dtype(np.uint8)
+                break
+            if part.shape[1:] != shape:
+                shape = ()
         nbytes = math.prod(shape) * dtype.itemsize
-        is_same = not dtypes and all(part.shape[1:] == shape for part in parts)
-        if not is_same or not nbytes or _ALIGNMENT % nbytes:
+        if not nbytes or _ALIGNMENT % nbytes:
             shape, nbytes = (), dtype.itemsize
         sizes = []
         for part, room in zip(parts, rooms, strict=True):

@@ -101,20 +101,25 @@ class RowCopyKernel:
     def copy(self, copies: Sequence[RowCopy], stream: int) -> None:
         """Queue copies between contiguous tensors in a stream, which is given by its handle."""
         fields: list[int] = []
+        # The copies of a batch have their positions in one tensor.
+        last, first = None, 0
         for source, target, taken, into in copies:
             positions = into if taken is None else taken
             # len() of a tensor is a Python function.
             n = source.shape[0] if positions is None else positions.n
             nbytes = target.nbytes
-            if n and nbytes:
-                fields += (
-                    source.data_ptr(),
-                    target.data_ptr(),
-                    0 if taken is None else address_of(taken),
-                    0 if into is None else address_of(into),
-                    n,
-                    nbytes // target.shape[0],
-                )
+            if not n or not nbytes:
+                continue
+            fields += source.data_ptr(), target.data_ptr()
+            for numbers in (taken, into):
+                if numbers is None:
+                    fields.append(0)
+                    continue
+                if numbers.tensor is not last:
+                    last = numbers.tensor
+                    first = last.data_ptr()
+                fields.append(first + 4 * numbers.begin)
+            fields += n, nbytes // target.shape[0]
         if fields:
             limits = N_THREADS, self._most_blocks
             self._driver.copy_rows(self._kernel, *limits, stream, fields)

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pinfeed.devices.batch_copies import share_each
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
@@ -200,8 +201,7 @@ class RowCache:
         with self._open():
             self._follow(compute)
             if compute != cached.stream:
-                for tensor in (cached.positions, *cached.gathered_values):
-                    self.device.share(tensor, compute)
+                share_each(self.device, (cached.positions, *cached.gathered_values), compute)
                 cached.stream = compute
             new = values if values is not None else [None] * len(self.stores)
             are_new = [value is not None for value in new]
@@ -291,8 +291,7 @@ class RowCache:
         """Queue further work on the cache in ``compute``, after that in its previous stream."""
         if self.stream is not None and compute != self.stream:
             compute.wait(self.stream.record())  # work on the cache may not be done yet
-            for tensor in self.tensors:
-                self.device.share(tensor, compute)
+            share_each(self.device, self.tensors, compute)
         self.stream = compute
 
     def _copied(self, rows: Rows, slots: Positions) -> ChangedRows:

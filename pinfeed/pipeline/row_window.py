@@ -55,7 +55,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.devices.batch_copies import RowWrites
+from pinfeed.devices.batch_copies import RowWrites, share_each
 from pinfeed.devices.device import Event, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.forwarding import PositionRange
@@ -73,8 +73,6 @@ _ENDED = "the loop has ended, and its batches with it; begin another loop"
 class _InFlight:
     """A batch that the loop has received, and whose rows may be in flight."""
 
-    stream: Stream
-    """Stream of the consumer when the batch was lent."""
     indices: Sequence[Tensor]
     """For each group, its row indices on the device."""
     values: Sequence[list[Tensor]]
@@ -105,8 +103,11 @@ class RowWindow:
         self.caches = transfer.caches
         # Event after the last write of rows of a cache.
         self._flushed: Event | None = None
-        # The batches of the window and the one before them, by number, oldest first.
+        # The batches of the window and the one before them, by number, oldest first. Their memory
+        # is shared with each stream in which the loop has requested a batch since.
         self._batches: dict[int, _InFlight] = {}
+        # Stream in which the last batch was lent.
+        self._stream: Stream | None = None
 
     def queue(self, slot: DeviceSlot) -> None:
         """Queue the copies of a full slot, as ``Transfer.queue`` does (consumer)."""
@@ -136,49 +137,50 @@ class RowWindow:
         """
         batch = self._batch(number)
         compute = self.device.current_stream()
+        has_switched = compute != self._stream
         stored: list[RowWrites] = []
         for g, (group, tensors) in enumerate(zip(groups, values, strict=True)):
-            for tensor in tensors or ():
-                if tensor is not None:
-                    # The program may have changed its stream since it allocated this.
-                    self.device.share(tensor, compute)
+            # The program may have changed its stream since it allocated these.
+            share_each(self.device, tensors or (), compute)
             if group.cached is not None:
                 tensors = self.caches.put(group.cached, tensors, compute)
-            changed = {i: tensor for i, tensor in enumerate(tensors or ()) if tensor is not None}
-            batch.changed[g].update(changed)
-            for i, tensor in changed.items():
-                if batch.stream != compute:
-                    # Its memory is freed in the stream in which the loop requests a later batch.
-                    self.device.share(tensor, batch.stream)
-                batch.values[g][i] = tensor
-            pairs = [(group.stores[i], tensor) for i, tensor in changed.items()]
-            stored.append(RowWrites(pairs, group.written, batch.indices[g]))
+            if has_switched:
+                # Their memory is freed in a stream in which the loop requests a batch.
+                share_each(self.device, tensors or (), self._stream)
+            pairs = []
+            for i, tensor in enumerate(tensors or ()):
+                if tensor is not None:
+                    batch.values[g][i] = tensor
+                    batch.changed[g].add(i)
+                    pairs.append((group.stores[i], tensor))
+            if pairs and len(group.written):
+                stored.append(RowWrites(pairs, group.written, batch.indices[g]))
         if not has_failed:
-            batch.written = self._queue_write(number, stored)
+            batch.written = self._queue_write(number, stored, compute)
 
     def write_cached(self, group: RowGroup, changed: ChangedRows) -> None:
         """Queue a write of rows of a cache (consumer, or a thread that ends the loop)."""
         if self._flushed is not None:
             self._flushed.sync()  # the parts of a cache may not fit in memory together
+        share_each(self.device, changed.values, self._write)
         pairs = zip(group.stores, changed.values, strict=True)
         values = [(store, tensor) for store, tensor in pairs if tensor is not None]
-        for _, tensor in values:
-            self.device.share(tensor, self._write)
-        self._flushed = self._queue_write(self.caches.batch, [RowWrites(values, group.rows)])
+        stored = [RowWrites(values, group.rows)]
+        compute = self.device.current_stream()
+        self._flushed = self._queue_write(self.caches.batch, stored, compute)
 
-    def _queue_write(self, number: int, stored: Sequence[RowWrites]) -> Event:
+    def _queue_write(self, number: int, stored: Sequence[RowWrites], compute: Stream) -> Event:
         """Queue a write of values that are queued to be computed; return the event after it.
 
         Args:
             number: Number of the batch, for the timeline.
             stored: The rows.
+            compute: Stream in which the values are computed.
         """
         timeline = self.counters.timeline
-        streams = self.device.current_stream(), self._write
-        writes = [one for one in stored if one.values and len(one.rows)]
         timed = timeline is not None
         written: Event
-        begun, written = self.device.write_batch(writes, streams, timed=timed)
+        begun, written = self.device.write_batch(stored, (compute, self._write), timed=timed)
         if timeline is not None and begun is not None:
             timeline.add_timed("write", number, begun, written)
         return written
@@ -199,11 +201,13 @@ class RowWindow:
         """Copy the newest values of rows to a batch, and note where they are from now on."""
         batch = slot.batch
         assert batch is not None
+        if compute != self._stream:
+            self._share(compute)
         tensors = slot.tensors
         values = [tensors[group.first : group.first + len(group.stores)] for group in batch.groups]
         if len(tensors) > len(batch.parts):
             self._forward(batch, tensors[-1], values, compute)
-        self._free(slot.number - self._depth - 1, compute)
+        self._free(slot.number - self._depth - 1)
         self.caches.lend(batch, tensors, slot.number, compute)
         indices = []
         for g, group in enumerate(batch.groups):
@@ -214,8 +218,8 @@ class RowWindow:
                 values[g] = group.cached.bypassed(values[g])
                 own = group.cached.bypassed(own)
             indices += own
-        changed: list[set[int]] = [set() for _ in batch.groups]
-        self._batches[slot.number] = _InFlight(compute, indices, values, changed)
+        changed: list[set[int]] = [set() for _ in values]
+        self._batches[slot.number] = _InFlight(indices, values, changed)
 
     def _forward(
         self,
@@ -231,16 +235,15 @@ class RowWindow:
         for g, overlaps in enumerate(batch.shared.overlaps):
             for number, (latest, hidden) in overlaps.items():
                 earlier = self._batch(number)
-                self._share(earlier, compute)
-                pairs = list(zip(earlier.values[g], values[g], strict=True))
+                pairs = zip(earlier.values[g], values[g], strict=True)
                 places = _ranges(positions, latest)
                 if not batch.groups[g].is_frozen:
                     copies += [RowCopy(*pair, *places) for pair in pairs]
                     continue
                 # All rows were gathered. Those that the program has written are newer, also if a
                 # batch has them that has not.
-                changed = list(map(pairs.__getitem__, earlier.changed[g]))
                 every = places, _ranges(positions, hidden)
+                changed = [pair for i, pair in enumerate(pairs) if i in earlier.changed[g]]
                 frozen.append([RowCopy(*pair, *each) for pair in changed for each in every])
         self.device.copy_rows(copies, compute)
         # The newest batch comes first, and its rows last.
@@ -258,17 +261,15 @@ class RowWindow:
         except KeyError:
             raise ClosedError(_ENDED) from None
 
-    def _free(self, number: int, compute: Stream) -> None:
+    def _free(self, number: int) -> None:
         """Free the memory of a batch, if it was lent. A wait for its write was queued before."""
-        batch = self._batches.pop(number, None)
-        if batch is not None:
-            self._share(batch, compute)
+        self._batches.pop(number, None)
 
-    def _share(self, batch: _InFlight, compute: Stream) -> None:
-        """Share the memory of a batch with a stream, if the loop has changed to it."""
-        if batch.stream != compute:
-            for tensor in (*batch.indices, *itertools.chain.from_iterable(batch.values)):
-                self.device.share(tensor, compute)
+    def _share(self, compute: Stream) -> None:
+        """Share the memory of all batches with a stream, to which the loop has changed."""
+        self._stream = compute
+        for batch in self._batches.values():
+            share_each(self.device, itertools.chain(batch.indices, *batch.values), compute)
 
 
 def _ranges(positions: Tensor, shared: PositionRange) -> tuple[TensorRange, TensorRange]:

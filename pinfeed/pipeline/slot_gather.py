@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +19,16 @@ from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
 from pinfeed.stores.host_rows import UnreadPart
 
 
-class GroupReads(NamedTuple):
-    """Rows of a group that the device reads itself."""
+class DirectReads(NamedTuple):
+    """Parts that the device reads itself in one call."""
 
-    group: int
-    """Position of the group among those of the batch."""
     parts: Sequence[int]
-    """Indices of the parts with the rows of each store that it reads."""
-    index_part: int | None
+    """Indices of the parts."""
+    group: int | None = None
+    """Position of their group among those of the batch; None for parts of no group."""
+    index_part: int | None = None
     """Index of the part with the row indices; None if the device needs none."""
-    pairs: PositionRange | None
+    pairs: PositionRange | None = None
     """Which of these are the rows to read, each with its place; None for all rows in order."""
 
 
@@ -45,13 +47,10 @@ class Gathered(NamedTuple):
     """Number of parts that are not row indices."""
     nbytes: int
     """Bytes of the parts of the batch that are not adopted."""
-    sources: Sequence[UnreadPart]
-    """The parts that the device reads itself."""
     adopted: Sequence[int]
     """Indices of the parts that the device takes as they are."""
-    direct: Sequence[int]
-    """Indices of the parts that the device reads itself, other than rows of groups."""
-    reads: Sequence[GroupReads]
+    reads: Sequence[DirectReads]
+    """The parts that the device reads itself."""
 
 
 class SlotGather:
@@ -82,77 +81,83 @@ class SlotGather:
             batch: The batch.
             reads_rows: Whether the device reads all rows of groups itself.
         """
-        device = self._device
         parts = list(batch.all_parts())
         n_batch = len(parts)
-        adopted: set[int] = set()
-        direct: set[int] = set()
-        if reads_rows:
-            direct.update(i for group in batch.groups for i in group.parts)
-        for i, part in enumerate(parts):
-            if i in direct:
-                continue
-            # Only the user knows what an adopted value can be asked for.
-            if device.adopts(part):
-                adopted.add(i)
-            elif device.reaches(part) and not (self.copies_values and hasattr(part, "host_value")):
-                direct.add(i)
+        staged, direct, adopted = self._ways(batch, parts, reads_rows=reads_rows)
         reads = self._reads(batch, parts, direct)
-        sizes = {
-            i: BatchPart.of(part.shape, part.dtype)
-            for i, part in enumerate(parts)
-            if i not in adopted
-        }
-        order = sorted(sizes, key=lambda i: (i in direct, sizes[i].nbytes))
-        n_staged = len(order) - len(direct)
-        layout = self._layout([sizes[i] for i in order], n_staged)
-        nbytes = [*layout.offsets, layout.nbytes][n_staged]
-        staged = self._memory.slot_staging(
-            slot.staging, nbytes, lambda: self._full(sizes, order[:n_staged])
+        staged += range(n_batch, len(parts))
+        types: dict[int, BatchPart] = {}
+        nbytes = [0] * len(parts)
+        for i in (*staged, *direct):
+            shape, dtype = parts[i].shape, parts[i].dtype
+            nbytes[i] = math.prod(shape) * dtype.itemsize
+            types[i] = BatchPart(shape, dtype, nbytes[i])
+        # Small parts come first, because they share memory.
+        staged.sort(key=nbytes.__getitem__)
+        direct.sort(key=nbytes.__getitem__)
+        order = staged + direct
+        layout = self._layout([types[i] for i in order], len(staged))
+        memory = self._memory.slot_staging(
+            slot.staging,
+            [*layout.offsets, layout.nbytes][len(staged)],
+            functools.partial(self._full, nbytes, staged),
         )
         # Parts are read in their own order, which functions of the user may depend on.
-        for i, offset in sorted(zip(order[:n_staged], layout.offsets, strict=False)):
-            shape, dtype, part_nbytes = sizes[i]
+        for i, offset in sorted(zip(staged, layout.offsets, strict=False)):
             self._check_stop()
-            out = np.ndarray(shape, dtype, staged[offset : offset + part_nbytes])
-            parts[i].read(out, self._check_stop)
-        of_batch = [sizes[i].nbytes if i in sizes else 0 for i in range(len(batch.parts))]
+            shape, dtype, _ = types[i]
+            parts[i].read(np.ndarray(shape, dtype, memory, offset), self._check_stop)
+        of_batch = nbytes[: len(batch.parts)]
         self._memory.learn(of_batch, len(batch.batches))
-        return Gathered(
-            layout=layout,
-            order=order,
-            staged=staged,
-            parts=parts,
-            n_batch=n_batch,
-            nbytes=sum(of_batch),
-            sources=[parts[i] for i in sorted(direct)],
-            adopted=sorted(adopted),
-            direct=sorted(direct.difference(*(group.parts for group in reads))),
-            reads=reads,
-        )
+        return Gathered(layout, order, memory, parts, n_batch, sum(of_batch), adopted, reads)
 
-    def _full(self, sizes: Mapping[int, BatchPart], staged: Sequence[int]) -> int:
+    def _ways(
+        self, batch: HostBatch, parts: Sequence[UnreadPart], *, reads_rows: bool
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Return the indices of parts that are staged, read by the device itself, and adopted."""
+        device = self._device
+        rows = {i for group in batch.groups for i in group.parts} if reads_rows else ()
+        staged: list[int] = []
+        direct: list[int] = []
+        adopted: list[int] = []
+        for i, part in enumerate(parts):
+            way = staged
+            if i in rows:
+                way = direct
+            elif type(part) is ArrayPart:
+                # Only stores and values of the user are asked about.
+                pass
+            elif device.adopts(part):
+                # Only the user knows what an adopted value can be asked for.
+                way = adopted
+            elif device.reaches(part) and not (self.copies_values and hasattr(part, "host_value")):
+                way = direct
+            way.append(i)
+        return staged, direct, adopted
+
+    def _full(self, nbytes: Sequence[int], staged: Sequence[int]) -> int:
         """Return the bytes of the staged parts of a full slot."""
         capacity = dict(enumerate(self._memory.capacity))
         return sum(
-            aligned(max(sizes[i].nbytes, self.batches_per_slot * capacity.get(i, 0)))
-            for i in staged
+            aligned(max(nbytes[i], self.batches_per_slot * capacity.get(i, 0))) for i in staged
         )
 
     def _reads(
-        self, batch: HostBatch, parts: list[UnreadPart], direct: set[int]
-    ) -> list[GroupReads]:
-        """Return the rows of groups that the device reads itself.
+        self, batch: HostBatch, parts: list[UnreadPart], direct: Sequence[int]
+    ) -> list[DirectReads]:
+        """Return the calls that read the parts which the device reads itself.
 
         The row indices that it needs are added to ``parts``, unless the batch has them.
         """
         found = []
+        left = set(direct)
         unread = [None] * len(batch.groups) if batch.shared is None else batch.shared.unread
         n_batch = len(parts)
         for g, (group, pairs) in enumerate(zip(batch.groups, unread, strict=True)):
-            own = [i for i in group.parts if i in direct]
+            own = [i for i in group.parts if i in left]
             if not own:
                 continue
+            left.difference_update(own)
             index_part = group.ids_part
             if pairs is not None:
                 index_part = n_batch - 1
@@ -162,7 +167,9 @@ class SlotGather:
                 if dtype is not None:
                     index_part = len(parts)
                     parts.append(ArrayPart(group.rows.astype(dtype)))
-            found.append(GroupReads(g, own, index_part, pairs))
+            found.append(DirectReads(own, g, index_part, pairs))
+        if left:
+            found.append(DirectReads(sorted(left)))
         return found
 
     def _layout(self, parts: list[BatchPart], n_staged: int) -> RowLayout:

@@ -125,7 +125,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.batch_copies import BatchCopies, PartReads
+from pinfeed.devices.batch_copies import BatchCopies, PartReads, share_each
 from pinfeed.devices.device import Device, Event, RowPairs, Stream, Tensor
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.errors import WriteBackError
@@ -184,8 +184,10 @@ class Transfer(Writer):
         self._timeline = counters.timeline
         self._timed = counters.timeline is not None
         # All loops use the same streams, because a new stream strands the allocator's blocks.
-        self._read = device.stream("read")
-        self._write = device.stream("write")
+        self.read_stream = device.stream("read")
+        """Stream of the copies to the device."""
+        self.write_stream = device.stream("write")
+        """Stream of the copies from the device."""
         self._transform = device.stream("transform") if has_device_transform else None
         self._memory = PartMemory(device, capacity)
         self._gather = SlotGather(device, self._memory, self.check_stop)
@@ -228,16 +230,6 @@ class Transfer(Writer):
     def write_staging(self, nbytes: int) -> list[npt.NDArray[np.uint8]]:
         """Return two page-locked memories for write-backs, each of shape (nbytes,)."""
         return [self._memory.slot_staging(staging, nbytes) for staging in self._write_staging]
-
-    @property
-    def read_stream(self) -> Stream:
-        """Stream of the copies to the device."""
-        return self._read
-
-    @property
-    def write_stream(self) -> Stream:
-        """Stream of the copies from the device."""
-        return self._write
 
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
@@ -331,9 +323,8 @@ class Transfer(Writer):
         assert slot.copied is not None
         assert stream is not None
         stream.wait(slot.copied)  # the rows for device_transform may not have arrived yet
-        for tensor in self._own_tensors_in(slot.tensors[: batch.n_data]):
-            # The function may keep its batch, and drop it while this stream still uses it.
-            self.device.share(tensor, stream)
+        # The function may keep its batch, and drop it while this stream still uses it.
+        share_each(self.device, self._own_tensors_in(slot.tensors[: batch.n_data]), stream)
         begun = stream.record(timed=True) if self._timed else None
         try:
             with self.device.in_stream(stream):
@@ -371,12 +362,10 @@ class Transfer(Writer):
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # rows or transform results may not have arrived yet
         batch = slot.batch
-        for tensor in slot.transform_outputs:
-            self.device.share(tensor, compute)
+        share_each(self.device, slot.transform_outputs, compute)
         slot.transform_outputs = []
         if compute != slot.compute:
-            for tensor in (*slot.tensors, *slot.indices):
-                self.device.share(tensor, compute)
+            share_each(self.device, (*slot.tensors, *slot.indices), compute)
             slot.compute = compute
         (update or self._update_rows)(slot, compute)
         tensors = slot.tensors
@@ -406,8 +395,7 @@ class Transfer(Writer):
         if compute != slot.compute:
             compute.wait(slot.filled)  # the rows may not have arrived yet, in another stream
             # Later batches of the slot are in the same memory.
-            for tensor in tensors:
-                self.device.share(tensor, compute)
+            share_each(self.device, tensors, compute)
             slot.compute = compute
 
     def capture_values(
@@ -421,10 +409,8 @@ class Transfer(Writer):
         """Take values that are to be written back, as every ``Writer`` does (consumer)."""
         compute = self.device.current_stream()
         for tensors in values:
-            for tensor in tensors or ():
-                if tensor is not None:
-                    # The program may have changed its stream since it allocated this.
-                    self.device.share(tensor, compute)
+            # The program may have changed its stream since it allocated these.
+            share_each(self.device, tensors or (), compute)
         return super().capture_values(groups, values, batch, copied=copied)
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
@@ -450,11 +436,11 @@ class Transfer(Writer):
         staging = self._write_staging[self._n_begun % 2]
         self._n_begun += 1
         try:
-            self._write.wait(write.values.ready)  # the values may not be computed yet
+            self.write_stream.wait(write.values.ready)  # the values may not be computed yet
             # The source memory stays allocated until this wait.
             if pending.log.has_failed:
                 raise WriteBackError(_NOT_WRITTEN)
-            pending.begun = self._write.record(timed=True) if self._timed else None
+            pending.begun = self.write_stream.record(timed=True) if self._timed else None
             tensors = write.values.tensors
             for group, held, are_reached in zip(pending.groups, tensors, reached, strict=True):
                 pending.staged += self._copy_to_host(group, held, are_reached, staging)
@@ -462,7 +448,7 @@ class Transfer(Writer):
             pending.log.has_failed = True
             pending.error = error
         finally:
-            pending.arrived = self._write.record()
+            pending.arrived = self.write_stream.record()
 
     def finish_write(self, pending: PendingWrite, run_all: RunAll) -> None:
         """Scatter the values of a write-back that have arrived in staging memory (writer).
@@ -544,7 +530,7 @@ class Transfer(Writer):
 
         No copy uses the slots' memory after this has returned.
         """
-        self._read.record().sync()  # copies may still write memory that was not lent
+        self.read_stream.record().sync()  # copies may still write memory that was not lent
         if self._transform is not None:
             self._transform.record().sync()  # transforms may still use memory that is freed next
         for pending in tuple(self._begun.values()):
@@ -599,15 +585,17 @@ class Transfer(Writer):
         slot.compute = compute
         slot.tensors = tensors[: gathered.n_batch]
         slot.indices = tensors[gathered.n_batch :]
-        slot.sources = gathered.sources
+        slot.sources = [gathered.parts[i] for read in gathered.reads for i in read.parts]
         reads = self._direct_reads(gathered, batch, tensors)
         copies = BatchCopies(gathered.staged, layout, wholes, reads, written)
         begun = copied = None
         try:
-            begun, copied = device.copy_batch(copies, (compute, self._read), timed=self._timed)
+            begun, copied = device.copy_batch(
+                copies, (compute, self.read_stream), timed=self._timed
+            )
         finally:
             # The next fill of this slot waits for the queued copies, after an error too.
-            slot.copied = slot.filled = copied or self._read.record(timed=self._timed)
+            slot.copied = slot.filled = copied or self.read_stream.record(timed=self._timed)
             if self.is_stopping:
                 # Another thread ends the loop, and may have waited for its copies before these.
                 slot.copied.sync()  # copies may still write memory that was not lent
@@ -621,14 +609,11 @@ class Transfer(Writer):
         """Return the reads of parts by the device itself, and note row indices in their groups."""
         parts = gathered.parts
         reads = []
-        if gathered.direct:
-            # They may be row indices of a group.
-            reads.append(PartReads([(parts[i], tensors[i]) for i in gathered.direct]))
-        for g, own, index_part, pairs in gathered.reads:
+        for own, g, index_part, pairs in gathered.reads:
             indices = None if index_part is None else tensors[index_part]
             if pairs is not None:
                 indices = RowPairs(indices, pairs.begin, pairs.n_rows)
-            else:
+            elif g is not None:
                 batch.groups[g] = batch.groups[g]._replace(indices=indices)
             reads.append(PartReads([(parts[i], tensors[i]) for i in own], indices))
         return reads
@@ -665,10 +650,10 @@ class Transfer(Writer):
                 continue
             shape = (len(group.rows), *store.row_shape)
             out = self._memory.staging(staging, group.first + i, shape, store.dtype)
-            self.device.copy(held, out, self._write)
+            self.device.copy(held, out, self.write_stream)
             staged.append(StagedRows(store, group.rows, out))
         if direct:
-            self.device.write(direct, group.rows, self._write, group.indices)
+            self.device.write(direct, group.rows, self.write_stream, group.indices)
         return staged
 
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
@@ -681,9 +666,7 @@ class Transfer(Writer):
 
     def _await_values(self, values: HeldValues, g: int, compute: Stream) -> None:
         compute.wait(values.ready)  # values may not be computed yet, in another stream
-        for held in values.tensors[g]:
-            if held is not None:
-                self.device.share(held, compute)
+        share_each(self.device, values.tensors[g], compute)
 
     def _shared_positions(self, slot: Slot) -> Tensor:
         return slot.tensors[-1]

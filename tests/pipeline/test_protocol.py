@@ -4,7 +4,6 @@ import gc
 import itertools
 import linecache
 import random
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.internals import mover_of, runner_of
-from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, switch
+from support.schedules import (
+    SLOTS,
+    STREAMS,
+    corners,
+    next_stream,
+    randomly,
+    sharing_function,
+    switch,
+)
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.devices import layout
@@ -290,7 +297,7 @@ def test_memory_used_in_another_stream_must_be_shared_with_it(
 
     class Forgetful(SimDevice):
         def share(self, tensor: Any, stream: Any) -> None:
-            if sys._getframe(1).f_code.co_name != caller:
+            if sharing_function() != caller:
                 super().share(tensor, stream)
 
     # The copies of a batch are queued up to three requests before, and streams alternate.

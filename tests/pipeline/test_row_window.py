@@ -88,7 +88,7 @@ def not_forwarded(patch: pytest.MonkeyPatch) -> None:
 def freed_too_early(patch: pytest.MonkeyPatch) -> None:
     """Free a batch before a later one has waited for its write."""
     own = RowWindow._free
-    patch.setattr(RowWindow, "_free", lambda self, n, compute: own(self, n + 1, compute))
+    patch.setattr(RowWindow, "_free", lambda self, n: own(self, n + 1))
 
 
 @pytest.mark.parametrize("mistake", [too_short, oldest, not_forwarded, freed_too_early])

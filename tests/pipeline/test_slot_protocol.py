@@ -2,13 +2,12 @@
 
 import itertools
 import random
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from support.internals import mover_of, runner_of
-from support.schedules import corners, next_stream, randomly
+from support.schedules import corners, next_stream, randomly, sharing_function
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice
@@ -85,7 +84,7 @@ def test_the_wait_of_later_batches_is_needed() -> None:
 def test_the_memory_of_later_batches_must_be_shared() -> None:
     class Forgetful(SimDevice):
         def share(self, tensor: Any, stream: Any) -> None:
-            if sys._getframe(1).f_code.co_name != "lend_next":
+            if sharing_function() != "lend_next":
                 super().share(tensor, stream)
 
     every = itertools.product(CORNERS.values(), SWITCHES)

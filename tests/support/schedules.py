@@ -1,6 +1,7 @@
 """Schedules of the simulated device: which of its threads and streams moves next."""
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,6 +22,15 @@ FAVOURED: list[tuple[str, ...]] = [
     ("compute", "read", "pinfeed-read"),
     (*STREAMS, *SLOTS),
 ]
+
+
+def sharing_function() -> str:
+    """Return the name of the function that calls ``Device.share``, which calls this."""
+    caller = sys._getframe(2)
+    if caller.f_code.co_name == "share_each":
+        assert caller.f_back is not None
+        caller = caller.f_back
+    return caller.f_code.co_name
 
 
 def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:

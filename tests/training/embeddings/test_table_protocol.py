@@ -3,7 +3,6 @@
 import itertools
 import linecache
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.schedules import corners, randomly, stalling
+from support.schedules import corners, randomly, sharing_function, stalling
 from support.table_runs import (
     FIXED,
     MIXED,
@@ -288,7 +287,7 @@ def test_rows_looked_up_on_another_stream_are_shared_with_it() -> None:
 
     class Noting(SimTorchDevice):
         def share(self, tensor: Any, stream: Any) -> None:
-            if sys._getframe(1).f_code.co_name == "_share_rows":
+            if sharing_function() == "_share_rows":
                 shared.append(stream.name)
             super().share(tensor, stream)
 
