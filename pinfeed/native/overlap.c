@@ -1,4 +1,4 @@
-/* Rows that a batch has in common with earlier ones; see pinfeed/pipeline/recent_rows.py.
+/* Rows that a batch has in common with earlier ones; see pinfeed/pipeline/forwarding.py.
  *
  * The rows of every batch are sorted, so one pass over two batches finds the rows that both have.
  * No branch of a step of this pass depends on rows, which the processor could not predict. But a

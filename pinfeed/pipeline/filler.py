@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
+from pinfeed.pipeline.forwarding import RecentRows
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
-from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
 from pinfeed.pipeline.sources.source import (

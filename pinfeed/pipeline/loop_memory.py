@@ -13,7 +13,7 @@ from pinfeed.memory.limits import n_batches, n_held
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.proc_maps import mapping_at
-from pinfeed.pipeline.recent_rows import SPARE_ROW_NBYTES
+from pinfeed.pipeline.forwarding import SPARE_ROW_NBYTES
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.batches import ORDER_BYTES
 from pinfeed.rows.length_batches import LengthBatches

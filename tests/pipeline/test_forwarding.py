@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.pipeline.forwarding import (
+    SPARE_ROW_NBYTES,
     Overlap,
     PositionRange,
+    RecentRows,
     SharedRows,
     Write,
     WriteLog,
     forwards,
 )
 from pinfeed.pipeline.loop_memory import shared_row_allocations
-from pinfeed.pipeline.recent_rows import SPARE_ROW_NBYTES, RecentRows
 
 # Rows of the store: few, so that batches overlap.
 N = 12

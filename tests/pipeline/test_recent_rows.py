@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pinfeed.pipeline.forwarding import PositionRange, SharedRows
-from pinfeed.pipeline.recent_rows import RecentRows
+from pinfeed.pipeline.forwarding import PositionRange, RecentRows, SharedRows
 from pinfeed.rows.orders import Rows
 
 Pairs = set[tuple[int, int]]

@@ -21,8 +21,8 @@ from support.table_runs import check
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.devices.device import RowPairs
 from pinfeed.errors import ClosedError
-from pinfeed.pipeline import recent_rows
-from pinfeed.pipeline.recent_rows import RecentRows
+from pinfeed.pipeline import forwarding
+from pinfeed.pipeline.forwarding import RecentRows
 from pinfeed.pipeline.row_window import RowWindow, WindowWrites
 from pinfeed.testing import favour, lazy
 from pinfeed.testing.simtorch import META, SimTorchDevice
@@ -75,7 +75,7 @@ def oldest(patch: pytest.MonkeyPatch) -> None:
 
     def add(self: RecentRows, *args: Any) -> Any:
         # The comparison and the numbers of batches both begin with the newest one.
-        patch.setattr(recent_rows, "reversed", list, raising=False)
+        patch.setattr(forwarding, "reversed", list, raising=False)
         return own(self, *args)
 
     patch.setattr(RecentRows, "add", add)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.pipeline.recent_rows import RecentRows
+from pinfeed.pipeline.forwarding import RecentRows
 from pinfeed.pipeline.row_cache import CachedRows, RowCache
 from pinfeed.rows.indices import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
