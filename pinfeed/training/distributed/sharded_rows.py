@@ -58,7 +58,7 @@ class ShardedBatchRows(BatchRows):
         rows: Rows,
         ids: torch.Tensor,
         values: torch.Tensor,
-        positions: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        positions: Sequence[tuple[torch.Tensor, int, torch.Tensor]],
         own: OwnRows,
         row_positions: RowPositions,
         link: RankLink,

@@ -31,8 +31,9 @@ class BatchRows:
         rows: Row indices in the table, ascending, each once, shape (n,).
         ids: The same row indices on the device, int64.
         values: Values of the rows on the device, shape (n, embedding_dim).
-        positions: Tensors of ids that the batch contains, each with the positions of its ids among
-            ``rows``. A lookup of such a tensor needs no search.
+        positions: Tensors of ids that the batch contains, each with its version and the positions
+            of its ids among ``rows``. A lookup of such a tensor needs no search, as long as it has
+            this version.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class BatchRows:
         rows: Rows,
         ids: torch.Tensor,
         values: torch.Tensor,
-        positions: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        positions: Sequence[tuple[torch.Tensor, int, torch.Tensor]],
     ) -> None:
         self.rows = rows
         self.ids = ids
@@ -53,7 +54,7 @@ class BatchRows:
         It may then have changed them through ``weight.data``, which torch does not record.
         """
         self._version = version_of(self.weight)
-        self._prepared = [(known, version_of(known), found) for known, found in positions]
+        self._prepared = positions
 
     @property
     def stored_rows(self) -> Rows:
@@ -136,7 +137,7 @@ class BatchRows:
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers{of_ids(ids.dtype)}")
         for known, version, found in self._prepared:
-            # The version shows whether the ids were changed after the positions were computed.
+            # Otherwise, a transform or the training step has changed the ids.
             if ids is known and version_of(ids) == version:
                 return found, None
         wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)

@@ -159,11 +159,14 @@ class RowOptimizer(torch.optim.Optimizer):
             state.has_unused_gradients = False
             if gradient is not None and state.layout.sparse and not gradient.is_sparse:
                 state.weight.grad = sparse_rows(gradient)
-        self._set_group_parameters([state.weight for state in self.tables.values()])
+        sharded = [state for state in self.tables.values() if state.weight is not state.lent]
         try:
+            for state in sharded:
+                self._put_in_group(state.table, state.weight)
             self.inner.step()
         finally:
-            self._set_group_parameters([state.lent for state in self.tables.values()])
+            for state in sharded:
+                self._put_in_group(state.table, state.lent)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -346,10 +349,10 @@ class RowOptimizer(torch.optim.Optimizer):
             same = [batch_rows for batch_rows in lent if type(batch_rows) is kind]
             same[0].collect_gradients(same)
 
-    def _set_group_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put one parameter for each table into the groups, in the order of the tables."""
-        for (group, place), parameter in zip(self._places.values(), parameters, strict=True):
-            group["params"][place] = parameter
+    def _put_in_group(self, table: HostEmbedding, parameter: nn.Parameter) -> None:
+        """Make a parameter that of a table in its parameter group."""
+        group, place = self._places[table]
+        group["params"][place] = parameter
 
     def _switch(
         self,
@@ -370,8 +373,7 @@ class RowOptimizer(torch.optim.Optimizer):
             states[weight] = next_state
         earlier = state.weight
         state.switch(weight, lent, rows)
-        group, place = self._places[table]
-        group["params"][place] = lent
+        self._put_in_group(table, lent)
         if earlier is not weight:
             states.pop(earlier, None)
         if len(states) > len(self.tables):

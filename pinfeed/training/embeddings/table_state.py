@@ -99,14 +99,18 @@ class TableState:
         self.weight = weight
         self.lent = lent
         self.is_stepped = False
-        self._bound = [(tensor, version_of(tensor)) for tensor in rows]
+        self._bound = []
         self.has_pending_gradients = False
         self.has_unused_gradients = False
         if lent is self.no_weight:
             # Every pause between two batches has this parameter.
             lent.grad = None
-        elif lent.requires_grad:
-            self._note_gradients_of(lent)
+            return
+        self._bound = [(tensor, version_of(tensor)) for tensor in rows]
+        if lent.requires_grad:
+            # A weak reference, because the garbage collector cannot see the references of a hook.
+            hook = functools.partial(_note_gradient, weakref.ref(self))
+            lent.register_post_accumulate_grad_hook(hook)
 
     def changed_rows(self, state: Mapping[str, Any], optimizer: str) -> list[torch.Tensor | None]:
         """Return row-wise state after a step, with None for state that does not exist yet.
@@ -138,11 +142,6 @@ class TableState:
                 f"expected {expected}, {row.dtype}, as in its trial on a small table"
             )
         return values
-
-    def _note_gradients_of(self, weight: nn.Parameter) -> None:
-        # A weak reference, because the garbage collector cannot see the references of a hook.
-        hook = functools.partial(_note_gradient, weakref.ref(self))
-        weight.register_post_accumulate_grad_hook(hook)
 
 
 def _no_rows(row_shape: Sequence[int], dtype: Any) -> torch.Tensor:

@@ -225,31 +225,29 @@ class LoopTable:
             WriteBackError: If rows were changed that are not written back.
         """
         rows = self.lent
-        if rows.touched:
-            if self.reads:
+        if self.reads:
+            if rows.touched:
                 raise WriteBackError(
                     f"rows of {self.name} were changed in a loop over read_rows, which writes "
                     "nothing back; change them in a loop over train_rows, or change a clone"
                 )
             return
-        if self._has_warned:
-            return
-        if self.optimizer is None and rows.weight.grad is not None:
-            self._has_warned = True
-            logger.warning(
-                "%s has gradients, but train_rows has no optimizer for it: its rows stay "
-                "unchanged, unless the training step changes them directly; give "
-                "optimizer=pinfeed.RowOptimizer(...)",
-                self.name,
+        if self.optimizer is None:
+            is_unused = rows.weight.grad is not None
+            problem = (
+                "train_rows has no optimizer for it: its rows stay unchanged, unless the training "
+                "step changes them directly; give optimizer=pinfeed.RowOptimizer(...)"
             )
-        if self.optimizer is not None and self.optimizer.tables[self.table].has_unused_gradients:
-            self._has_warned = True
-            logger.warning(
-                "%s has gradients, but the training step ended without a step of its optimizer: "
-                "its rows stay unchanged, and the gradients are dropped with the batch; call "
-                "step() of the RowOptimizer for each batch (a GradScaler may skip a step)",
-                self.name,
+        else:
+            is_unused = self.optimizer.tables[self.table].has_unused_gradients
+            problem = (
+                "the training step ended without a step of its optimizer: its rows stay "
+                "unchanged, and the gradients are dropped with the batch; call step() of the "
+                "RowOptimizer for each batch (a GradScaler may skip a step)"
             )
+        if is_unused and not self._has_warned and not rows.touched:
+            self._has_warned = True
+            logger.warning("%s has gradients, but %s", self.name, problem)
 
     def changed_values(self) -> list[torch.Tensor | None] | None:
         """Return the values to write to each store, or None if nothing has changed.

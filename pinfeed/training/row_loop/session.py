@@ -352,10 +352,9 @@ class TableSession:
         if self._reads or not isinstance(lent, WritableBatch):
             return
         values = [used.changed_values() for used in self._tables]
-        has_changed = any(tensors is not None for tensors in values)
         # Ranks defer rows for a number of batches, but changes are in the stores after a number of
         # writes. Every batch must therefore count as a write.
-        if not has_changed and self._ranks is None:
+        if not any(values) and self._ranks is None:
             return
         if self._reference is not None:
             self._reference.write([group.batch_rows for group in lent.groups], values)
@@ -379,7 +378,7 @@ class TableSession:
 
     def _end_evaluation(self) -> None:
         """Lend the rows of the batch again, and end the loops that read them."""
-        if not self.is_evaluating:
+        if self._state is not State.EVALUATING:
             return
         self._state = State.LENT
         for used in self._tables:
