@@ -1,4 +1,4 @@
-/* Rows of a table that the device keeps for a whole loop; see pinfeed/pipeline/cache_policy.py.
+/* Rows of a table that the device keeps for a whole loop; see pinfeed/pipeline/row_cache.py.
  *
  * Most of the time goes into waiting for memory, because rows and slots are read at random. The
  * loops over many rows have little to do and no branch that depends on them, so the processor reads

@@ -361,7 +361,6 @@ class Interrupt:
 
     files = (
         "row_cache.py",
-        "cache_policy.py",
         "cache_transfer.py",
         "row_window.py",
         "lent_batch.py",
