@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.tensors.numpy_torch import TORCH
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.optimizer_state import (
-    StateLayout,
-    check_optimizer_class,
-    discover,
-    group_options,
-    table_groups,
-)
-from pinfeed.training.embeddings.optimizer_trial import (
     GradientKind,
-    OptimizerTrial,
-    require_one_rule,
+    group_options,
     sparse_rows,
+    table_layouts,
 )
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.embeddings.table_state import StateStore, TableState, make_state_stores
@@ -101,7 +92,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if gradients not in (None, *get_args(GradientKind)):
             raise ArgumentError(f"gradients={gradients!r}: expected 'dense', 'sparse' or None")
         groups = table_groups(tables)
-        layouts = _layouts(optimizer_class, groups, options, gradients)
+        layouts = table_layouts(optimizer_class, groups, options, gradients)
         with contextlib.ExitStack() as undo:
             stores, existing = make_state_stores(state, layouts, undo)
             self.tables = {
@@ -288,8 +279,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 continue
             # The state is from a checkpoint, or from a loop on another device. torch keeps state
             # that is a single number on the CPU, unless the optimizer needs it on the device.
-            groups = self.param_groups
-            group = next(group for group in groups if any(one is lent for one in group["params"]))
+            group, _ = self._places[table]
             if value.ndim or group.get("capturable") or group.get("fused"):
                 own[key] = value.to(weight.device)
 
@@ -383,34 +373,91 @@ class RowOptimizer(torch.optim.Optimizer):
                 del states[parameter]
 
 
-def _layouts(
-    optimizer_class: Any,
-    groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    gradients: GradientKind | None,
-) -> dict[HostEmbedding, StateLayout]:
-    """Return the state that the optimizer keeps for each table."""
-    found = {}
-    for group in groups:
-        for table in group["params"]:
-            dtype = TORCH[np.dtype(table.store.dtype)]
-            dim = table.embedding_dim
-            own = group_options(group)
-            found[table] = discover(optimizer_class, options, dim, dtype, own, gradients)
-            if found[table].sparse and getattr(table, "mode", None) == "max":
-                raise ArgumentError(
-                    f"{table.name} has mode='max', for which torch computes dense gradients only; "
-                    "expected mode='sum' or 'mean' for sparse gradients; give gradients='dense', "
-                    "or an optimizer that takes dense gradients"
-                )
-            if gradients is None and not found[table].sparse:
-                require_one_rule(OptimizerTrial(optimizer_class, options, own), dim, dtype)
-    return found
-
-
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return saved state with copies of its tensors."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in state.items()
     }
+
+
+def check_optimizer_class(optimizer_class: Any) -> None:
+    """Check that an argument can be the class of an optimizer.
+
+    Raises:
+        ArgumentError: If it is an optimizer, a module, or not callable.
+    """
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        kind = type(optimizer_class).__name__
+        raise ArgumentError(
+            f"optimizer_class is an existing {kind}; expected the class, and its options as "
+            f"arguments: RowOptimizer(torch.optim.{kind}, tables, lr=...)"
+        )
+    if isinstance(optimizer_class, nn.Module) or not callable(optimizer_class):
+        raise ArgumentError(
+            f"optimizer_class={optimizer_class!r}; expected the class of an optimizer, then the "
+            "tables, then its options: RowOptimizer(torch.optim.SGD, tables, lr=...)"
+        )
+
+
+def table_groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups whose ``"params"`` are lists of trainable tables.
+
+    Args:
+        tables: Tables, or parameter groups with one or several tables as ``"params"``.
+
+    Raises:
+        ArgumentError: If no table is given, a table is given twice, or one cannot be trained.
+    """
+    groups = _as_groups(tables)
+    every = [table for group in groups for table in group["params"]]
+    if len(set(map(id, every))) < len(every):
+        raise ArgumentError("tables has the same table twice; give each table once")
+    for table in every:
+        _check_trainable(table)
+    return groups
+
+
+def _as_groups(tables: Any) -> list[dict[str, Any]]:
+    if not isinstance(tables, (HostEmbedding, Iterable)):
+        raise ArgumentError(
+            f"tables={tables!r}; expected HostEmbeddings, or parameter groups of HostEmbeddings"
+        )
+    given: list[Any] = [tables] if isinstance(tables, HostEmbedding) else list(tables)
+    if not given:
+        raise ArgumentError(
+            "tables is empty; expected HostEmbeddings, or parameter groups of HostEmbeddings; give "
+            "the tables themselves, such as [users], because parameters() of a table is empty"
+        )
+    if all(isinstance(table, HostEmbedding) for table in given):
+        return [{"params": given}]
+    try:
+        groups = [dict(group) for group in given]
+        for group in groups:
+            params = group["params"]
+            group["params"] = [params] if isinstance(params, HostEmbedding) else list(params)
+    except (KeyError, TypeError, ValueError):
+        kinds = ", ".join(sorted({type(table).__name__ for table in given}))
+        raise ArgumentError(
+            f"tables: got {kinds}; expected HostEmbeddings, or parameter groups: "
+            '[{"params": [table], "lr": 0.1}, ...]'
+        ) from None
+    return groups
+
+
+def _check_trainable(table: Any) -> None:
+    if not isinstance(table, HostEmbedding):
+        raise ArgumentError(
+            f"tables: got {type(table).__name__}; expected HostEmbeddings "
+            "(other parameters need a separate optimizer)"
+        )
+    if not table.trainable:
+        raise ArgumentError(
+            f"{table.name} is frozen; expected a trainable table; use "
+            "from_pretrained(..., freeze=False), or requires_grad_()"
+        )
+    if not table.store.writable:
+        raise ArgumentError(
+            f"{table.name} is in a read-only store ({table.store!r}); expected a writable store: a "
+            "file opened with mode='r+', or an array with separate memory for each element"
+        )
