@@ -110,16 +110,15 @@ class RowCopyKernel:
             nbytes = target.nbytes
             if not n or not nbytes:
                 continue
-            fields += source.data_ptr(), target.data_ptr()
-            for numbers in (taken, into):
-                if numbers is None:
-                    fields.append(0)
-                    continue
-                if numbers.tensor is not last:
-                    last = numbers.tensor
-                    first = last.data_ptr()
-                fields.append(first + 4 * numbers.begin)
-            fields += n, nbytes // target.shape[0]
+            at = [0, 0]
+            for k, numbers in enumerate((taken, into)):
+                if numbers is not None:
+                    if numbers.tensor is not last:
+                        last = numbers.tensor
+                        first = last.data_ptr()
+                    at[k] = first + 4 * numbers.begin
+            row_nbytes = nbytes // target.shape[0]
+            fields += (source.data_ptr(), target.data_ptr(), *at, n, row_nbytes)
         if fields:
             limits = N_THREADS, self._most_blocks
             self._driver.copy_rows(self._kernel, *limits, stream, fields)

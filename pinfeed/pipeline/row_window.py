@@ -153,8 +153,9 @@ class RowWindow:
                     batch.values[g][i] = tensor
                     batch.changed[g].add(i)
                     pairs.append((group.stores[i], tensor))
-            if pairs and len(group.written):
-                stored.append(RowWrites(pairs, group.written, batch.indices[g]))
+            rows = group.written
+            if pairs and len(rows):
+                stored.append(RowWrites(pairs, rows, batch.indices[g]))
         if not has_failed:
             batch.written = self._queue_write(number, stored, compute)
 
@@ -310,7 +311,8 @@ class WindowWrites(LoopWrites):
         self._queue(batch, write, groups, values, batch)
 
     def check(self) -> None:
-        self._raise_noted(is_over=not self._threads.has_ended)
+        if self._has_failed:
+            self._raise_noted(is_over=not self._threads.has_ended)
 
     def save(self) -> None:
         super().save()

@@ -184,6 +184,7 @@ class TableRowSource(LoaderSource):
         """
         parts = list(load.parts)
         every = []
+        groups = []
         for i, (table, lookup, one) in enumerate(zip(self._tables, lookups, chosen, strict=True)):
             parts.append(ArrayPart(lookup.rows, is_own=True))
             link = None
@@ -209,7 +210,7 @@ class TableRowSource(LoaderSource):
             parts += [StoreRows(store, rows) for store in table.stores]
             parts += [ArrayPart(positions, is_own=True) for _, positions in lookup.positions]
             every.append(_HostRows(lookup, group, link))
-        groups = [host_rows.group for host_rows in every]
+            groups.append(group)
         made = _BatchOnDevice(load, every)
         return HostBatch(
             parts,
