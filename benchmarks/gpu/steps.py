@@ -16,8 +16,7 @@ from benchmarks.rowcells import RowCell, start
 from benchmarks.rowsteps import touched
 from benchmarks.zoo import resnet
 from pinfeed import HostEmbedding, PinnedStore, RowOptimizer
-from pinfeed.training.row_loop.loop import RowLoop
-from pinfeed.training.row_loop.train_rows import train_rows
+from pinfeed.training.row_loop.train_rows import RowLoop, train_rows
 
 IMAGE = (3, 224, 224)
 N_FIELDS = 32

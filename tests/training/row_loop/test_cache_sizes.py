@@ -15,7 +15,7 @@ from pinfeed.errors import ArgumentError, BudgetError, NotEnoughGPUMemory, Unkno
 from pinfeed.native import library as native
 from pinfeed.profiling.chrome_trace import trace
 from pinfeed.profiling.spans import CacheCounts
-from pinfeed.training.row_loop.loop import RowLoop
+from pinfeed.training.row_loop.train_rows import RowLoop
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
