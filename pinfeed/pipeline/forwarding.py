@@ -129,7 +129,7 @@ class WriteLog:
 
     def pending_batches(self) -> set[int]:
         """Return the numbers of batches with writes that are not completed."""
-        return {write.batch for write in self.since(self.completed)}
+        return {write.batch for write in self._writes if write.number >= self.completed}
 
     def forget(self, before: int) -> None:
         """Drop the writes numbered below ``before``, which every batch not yet lent has seen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
@@ -236,7 +237,7 @@ class RowOptimizer(torch.optim.Optimizer):
             current = self._state_of(state)
             rows = {row.key: current.get(row.key) for row in state.layout.rows}
             kept = {key: value for key, value in rows.items() if value is not None}
-            self.inner.state[state.weight] = _copied(saved["state"]) | kept
+            self.inner.state[state.weight] = copy.deepcopy(dict(saved["state"])) | kept
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group.update(saved_group)
         for name, value in attributes.items():
@@ -371,14 +372,6 @@ class RowOptimizer(torch.optim.Optimizer):
             current = {id(other.weight) for other in self.tables.values()}
             for parameter in [one for one in states if id(one) not in current]:
                 del states[parameter]
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved state with copies of its tensors."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-    }
 
 
 def check_optimizer_class(optimizer_class: Any) -> None:

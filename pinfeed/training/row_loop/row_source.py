@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -254,12 +255,12 @@ class _BatchOnDevice:
             ids = next(tensors)
             if link is not None:
                 values = next(tensors)
-                row_positions = RowPositions(*(next(tensors) for _ in RowPositions._fields))
+                row_positions = RowPositions(*itertools.islice(tensors, len(RowPositions._fields)))
             if group.cached is not None:
                 # Only the cache needs the positions and the other row indices.
                 next(tensors)
                 next(tensors)
-            stored = [next(tensors) for _ in group.stores]
+            stored = list(itertools.islice(tensors, len(group.stores)))
             positions = [(parts[i], self._versions[i], next(tensors)) for i, _ in lookup.positions]
             batch.stored.append(stored)
             if link is None:

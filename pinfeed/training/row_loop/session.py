@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from types import GeneratorType
 from typing import Any, cast
 
+from pinfeed.devices.batch_copies import share_each
 from pinfeed.devices.device import Device, Stream
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.epochs import EpochRunner
@@ -373,8 +374,7 @@ class TableSession:
         if compute != self._stream:
             self._stream = compute
             for used in self._tables:
-                for tensor in used.lent.tensors:
-                    device.share(tensor, compute)
+                share_each(device, used.lent.tensors, compute)
 
     def _end_evaluation(self) -> None:
         """Lend the rows of the batch again, and end the loops that read them."""
