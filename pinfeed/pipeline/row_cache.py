@@ -6,8 +6,9 @@ synchronous loop, and the stores may have an older one.
 
 Reader threads decide about each batch, in order, which rows enter the cache (``CachePolicy``). A
 row enters when a batch uses it for the second time, while there is room. In later loops, only the
-rows that earlier loops have used most enter. The training thread carries out these decisions in its
-own stream. ``lend`` copies cached rows into
+rows that earlier loops have used most enter.
+
+The training thread carries out these decisions in its own stream. ``lend`` copies cached rows into
 the batch. ``put`` copies new values into the cache, and collects the rows to write to the stores.
 Each is one launch for all stores.
 

@@ -38,8 +38,9 @@ batch in one call. The numbers of hazards continue those in transfer.py.
 
 The memory of a batch is kept until a later batch was lent that has waited for its write (13), (4).
 So the stream of the loop has passed the write before it uses the memory again. If the loop has
-changed its stream since, the memory is shared with the new stream first. A program that changes its
-stream makes the new one wait for the step, as torch demands, so rows in flight need no wait.
+changed its stream, the memory of all these batches is shared with the new stream first. A program
+that changes its stream makes the new one wait for the step, as torch demands, so rows in flight
+need no wait.
 
 A row in a cache is not gathered, and only a flush writes it: row_cache.py brings its newest value
 to each batch. The copies that a flush writes are shared with the stream of the writes. At
