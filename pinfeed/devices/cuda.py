@@ -90,7 +90,7 @@ class CudaDevice(DirectAccess, SingleCalls):
         self.name = f"cuda:{index}"
         # Slots keep their staging memory, so spare blocks are those that were outgrown.
         self._staging = BufferPool(min(n_spare, 1), functools.partial(staging_memory, self._device))
-        # Streams of the program by their handles.
+        # Streams by their handles.
         self._streams: dict[int, CudaStream] = {}
         self.engine_driver = cuda_driver(self._device)
 
@@ -102,15 +102,18 @@ class CudaDevice(DirectAccess, SingleCalls):
         return why
 
     def stream(self, name: str) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self._device, _PRIORITY), self)
+        return self._known(torch.cuda.Stream(self._device, _PRIORITY))
 
     def current_stream(self) -> CudaStream:
         handle = current_handle(self._index)
         found = self._streams.get(handle)
         if found is None:
-            found = CudaStream(torch.cuda.current_stream(self._device), self)
-            self._streams[handle] = found
+            found = self._known(torch.cuda.current_stream(self._device))
         return found
+
+    def _known(self, raw: torch.cuda.Stream) -> CudaStream:
+        """Return the only object for a stream, which can be compared by its identity."""
+        return self._streams.setdefault(raw.cuda_stream, CudaStream(raw, self))
 
     def in_stream(self, stream: CudaStream) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.stream(stream.raw)

@@ -187,7 +187,7 @@ class DirectAccess:
 
         Row indices that are not on the GPU are copied to it in ``stream``.
         """
-        stores = tuple(store for store, _ in tables)
+        stores, tensors = zip(*tables, strict=True)
         n, start, index_nbytes = len(rows), -1, 4
         if is_paired := isinstance(indices, RowPairs):
             n, address = indices.n, address_of(indices)
@@ -200,7 +200,7 @@ class DirectAccess:
                     indices = self._upload(rows, _index_dtype(stores))
             index_nbytes, address = indices.element_size(), indices.data_ptr()
         mover = self._mover(kind, stores, index_nbytes, paired=is_paired)
-        packed = [tensor.data_ptr() for _, tensor in tables]
+        packed = [tensor.data_ptr() for tensor in tensors]
         return mover.move(start, n, address, packed, indices)
 
     def _mover(

@@ -47,6 +47,14 @@ class CudaDriver:
         # an event may be recorded again while streams still wait for an earlier record.
         self._spare: list[int] = []
 
+    @functools.cached_property
+    def _released(self) -> CudaEvent:
+        """Event that a call records, and for which it makes a stream wait.
+
+        Calls keep the interpreter's lock, so all of them record the same one.
+        """
+        return self.event()
+
     def start(self, engine: Engine, n_threads: int) -> None:
         """Start the threads of an engine."""
         engine.start(n_threads)
@@ -107,8 +115,8 @@ class CudaDriver:
             moves: Moves of rows.
             written: Handle of an event for which the moves wait; 0 for none.
         """
-        released, done = self.event(), self.event()
-        request = [self.address, before, stream, released.handle, done.handle, written]
+        done = self.event()
+        request = [self.address, before, stream, self._released.handle, done.handle, written]
         # Nothing is staged.
         request += [0, 0, len(copies) // 3, len(moves)]
         request += [*copies[2::3], *copies[::3], *copies[1::3]]

@@ -159,7 +159,7 @@ class TimedDevice(Protocol):
 
 
 class CudaStream:
-    """Stream of torch.
+    """Stream of torch. A device has one object for each.
 
     Args:
         raw: The torch stream.
@@ -171,12 +171,6 @@ class CudaStream:
         self.handle: int = raw.cuda_stream
         self._device = device
         self._driver = device.engine_driver
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CudaStream) and self.handle == other.handle
-
-    def __hash__(self) -> int:
-        return hash(self.handle)
 
     def record(self, *, timed: bool = False) -> CudaEvent | TorchEvent:
         if self._driver is None or timed:

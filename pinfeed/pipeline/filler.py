@@ -125,9 +125,12 @@ class ComparedDraws:
             batch = self._draws.make(slot)
         finally:
             # After an error, too, this call takes its turn, because the next one waits for it.
-            with self._turns.taken(slot.turn):
+            self._turns.wait_for(slot.turn)
+            try:
                 if batch is not None:
                     self._compare(batch, slot.number)
+            finally:
+                self._turns.end()
         if batch is not None:
             now = self._now()
             slot.source_s += now - slot.source_done_s
