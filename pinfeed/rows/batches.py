@@ -13,7 +13,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import At, Order, Rows, known
-from pinfeed.rows.packing import Places
+from pinfeed.rows.runs import Places
 from pinfeed.rows.windows import Windows
 
 # An order computes this many rows at once. Small batches then share numpy's cost per call, and

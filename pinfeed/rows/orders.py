@@ -12,8 +12,8 @@ and the memory that it keeps. ``known`` adds this to an order of the user, and c
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -295,14 +295,14 @@ class KeptArray:
     """An array that an order keeps. Saved states contain ``repr``, so it has a checksum."""
 
     n: int
-    """Number of elements."""
-    crc32: int
-    values: Rows = field(repr=False, compare=False)
+    """Number of elements of its first axis."""
+    digest: str
+    values: npt.NDArray[Any] = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, values: Rows) -> KeptArray:
-        """Return the array with its checksum."""
-        return cls(len(values), zlib.crc32(values.tobytes()), values)
+    def of(cls, values: npt.NDArray[Any]) -> KeptArray:
+        """Return a contiguous array with its checksum."""
+        return cls(len(values), hashlib.blake2b(values.data, digest_size=16).hexdigest(), values)
 
 
 def grouped(numbers: Rows) -> Iterator[tuple[int, Rows | slice]]:

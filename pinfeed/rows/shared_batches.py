@@ -102,40 +102,29 @@ class SharedBatches(SamplerEpochs, RowBatches):
         if number == epoch:
             # The copy is atomic; the reader thread may append at the same time.
             mark = next((one for one in reversed(marks.copy()) if one.unit <= done), mark)
-        return {
-            self.rows.units_name: {
-                "begun": begun,
-                "step": self._n_all,
-                "mark": list(mark),
-            }
-        }
+        return {self.rows.units_name: {"done": done, "mark": list(mark)}}
 
     def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
         epoch = int(state["epoch"])
         batch = int(state["batch"])
         try:
             theirs = state[self.rows.units_name]
-            begun = int(theirs["begun"])
-            step = int(theirs["step"])
+            done = int(theirs["done"])
             mark = Mark(*(int(number) for number in theirs["mark"]))
-            done = begun + batch * step
-            is_position = batch >= 0 and step >= 1 and done >= 0 and (batch > 0 or begun == 0)
+            is_position = batch >= 0 and done >= 0 and (batch > 0) == (done > 0)
             if not is_position or min(mark) < 0 or mark.unit > done:
                 raise ValueError(f"no position: {dict(theirs)!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"not a state of {self.kind} ({error!r}); expected the result of state_dict()"
             ) from None
-        # The number of batches stays about the same, and is 0 only at the beginning of an epoch.
-        if step != self._n_all:
-            batch = -(-done // self._n_all)
-            begun = done - batch * self._n_all
-        self._begun = epoch, begun, mark
-        return batch, batch > 0 and self._is_over(epoch, begun + batch * self._n_all, mark)
+        # The number of batches stays the same, whatever the number of units of a batch.
+        self._begun = epoch, done - batch * self._n_all, mark
+        return batch, batch > 0 and self._is_over(epoch, done, mark)
 
     def _is_over(self, epoch: int, done: int, mark: Mark) -> bool:
         """Return whether no rank has a batch of an epoch after ``done`` units."""
-        units = self.rows.units(epoch, mark, lambda mark: None)
+        units = self.rows.units(epoch, mark)
         step = list(itertools.islice(units, done - mark.unit, done - mark.unit + self._n_all))
         # Only with "join", a rank may have no batch although others have one.
         return not step or (self.uneven != "join" and not self._share(epoch, step))
@@ -158,7 +147,7 @@ class SharedBatches(SamplerEpochs, RowBatches):
             return step[self.rank * self.n_each :][: self.n_each]
         partition = RankPartition(self.world_size, self.uneven, self.n_each)
         if self.uneven == "pad" and len(step) % self.world_size:
-            first = self.rows.units(epoch, START, lambda mark: None)
+            first = self.rows.units(epoch)
             n_more = self.world_size - len(step) % self.world_size
             # An epoch with few units repeats them more than once.
             repeated = list(itertools.islice(first, n_more))
