@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Arrays, At, KeptArray, KnownOrder, Order, Rows, grouped
+from pinfeed.rows.orders import (
+    Arrays,
+    At,
+    KeptArray,
+    KnownOrder,
+    Order,
+    Rows,
+    by_window,
+    check_n_rows,
+)
 from pinfeed.rows.permutation import keys_of, permutation
 from pinfeed.rows.windows import Interval, Window
 from pinfeed.validation.arguments import check_seed, whole_number
@@ -157,26 +166,16 @@ class BlockOrder(KnownOrder):
     def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
         """Return the blocks of an epoch."""
 
-    def length(self, n_rows: int) -> int:
-        return n_rows
-
     def bind(self, n_rows: int, epoch: int) -> At:
         blocks = self.windows(n_rows, epoch)
 
-        # Consecutive batches need the same window.
-        @functools.lru_cache(maxsize=1)
         def window(number: int) -> tuple[int, At]:
             begin, end = blocks.interval(number)
-            return begin, permutation(end - begin, f"{blocks.salt}/{number}")
+            mixed = permutation(end - begin, f"{blocks.salt}/{number}")
+            return begin, lambda offsets: mixed(offsets) + begin
 
-        def at(positions: Rows) -> Rows:
-            places = np.empty(len(positions), np.int64)
-            for number, here in grouped(blocks.window_of(positions)):
-                begin, mixed = window(number)
-                places[here] = mixed(positions[here] - begin) + begin
-            return blocks.rows(places)
-
-        return at
+        places_at = by_window(blocks.window_of, window)
+        return lambda positions: blocks.rows(places_at(positions))
 
 
 @dataclass(frozen=True)
@@ -255,12 +254,8 @@ class ChunkShuffled(BlockOrder):
     window_chunks: int
 
     def length(self, n_rows: int) -> int:
-        of_chunks: int = self.bounds.values.item(-1)
-        if n_rows != of_chunks:
-            raise ArgumentError(
-                f"chunk_shuffled(store) has a store of {of_chunks:,} rows, but is used for "
-                f"{n_rows:,} rows; expected the source of the feeder"
-            )
+        text = "chunk_shuffled(store) has a store of"
+        check_n_rows(n_rows, self.bounds.values.item(-1), text, "the source of the feeder")
         return n_rows
 
     def windows(self, n_rows: int, epoch: int) -> EpochBlocks:

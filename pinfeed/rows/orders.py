@@ -12,6 +12,7 @@ and the memory that it keeps. ``known`` adds this to an order of the user, and c
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
@@ -117,9 +118,9 @@ class KnownOrder(ABC):
     Its rows are in range, in new arrays of int64. By default, the properties follow from ``parts``.
     """
 
-    @abstractmethod
     def length(self, n_rows: int) -> int:
-        """Return the number of rows in one epoch over ``n_rows`` rows."""
+        """Return the number of rows in one epoch over ``n_rows`` rows; by default, all of them."""
+        return n_rows
 
     @abstractmethod
     def bind(self, n_rows: int, epoch: int) -> At:
@@ -188,9 +189,6 @@ class Sequential(KnownOrder):
 
     is_repeatable = True
 
-    def length(self, n_rows: int) -> int:
-        return n_rows
-
     def bind(self, n_rows: int, epoch: int) -> At:
         return lambda positions: positions
 
@@ -202,9 +200,6 @@ class Shuffled(KnownOrder):
     seed: int
 
     is_repeatable = True
-
-    def length(self, n_rows: int) -> int:
-        return n_rows
 
     def bind(self, n_rows: int, epoch: int) -> At:
         return permutation(n_rows, f"{self.seed}/{epoch}")
@@ -255,9 +250,8 @@ class UserOrder(KnownOrder):
         return getattr(self.order, "in_blocks", False)
 
     @property
-    def kept_arrays(self) -> Arrays:
-        arrays: Arrays = getattr(self.order, "kept_arrays", ())
-        return arrays
+    def arrays(self) -> Arrays:
+        return getattr(self.order, "kept_arrays", ())
 
     @property
     def window_nbytes(self) -> int:
@@ -303,6 +297,42 @@ class KeptArray:
     def of(cls, values: npt.NDArray[Any]) -> KeptArray:
         """Return a contiguous array with its checksum."""
         return cls(len(values), hashlib.blake2b(values.data, digest_size=16).hexdigest(), values)
+
+
+def check_n_rows(n_rows: int, expected: int, text: str, advice: str) -> None:
+    """Raise ArgumentError if an order is used for another number of rows than it is made for.
+
+    Args:
+        n_rows: Number of rows for which it is used.
+        expected: Number of rows for which it is made.
+        text: The order, and what in it has the expected number of rows.
+        advice: What the order expects.
+    """
+    if n_rows != expected:
+        raise ArgumentError(
+            f"{text} {expected:,} rows, but is used for {n_rows:,} rows; expected {advice}"
+        )
+
+
+def by_window(window_of: At, bind_window: Callable[[int], tuple[int, At]], n_kept: int = 1) -> At:
+    """Return a function of positions that computes one window of positions after the other.
+
+    Args:
+        window_of: Returns the number of the window of each position.
+        bind_window: Returns the first position of a window, and the function from positions in the
+            window to results.
+        n_kept: Number of windows that are kept for later calls; consecutive batches need the same.
+    """
+    bind_window = functools.lru_cache(maxsize=n_kept)(bind_window)
+
+    def at(positions: Rows) -> Rows:
+        found = np.empty(len(positions), np.int64)
+        for number, here in grouped(window_of(positions)):
+            begin, in_window = bind_window(number)
+            found[here] = in_window(positions[here] - begin)
+        return found
+
+    return at
 
 
 def grouped(numbers: Rows) -> Iterator[tuple[int, Rows | slice]]:
