@@ -201,7 +201,7 @@ class OrderBatches(RowBatches):
     n_rows: int
     batch_size: int
     drop_last: bool = False
-    # An epoch, and the position with which its batch 0 begins, which is negative or 0.
+    # An epoch, and the position with which its batch 0 would begin, if all had this size.
     _begun: tuple[int, int] = field(default=(0, 0), init=False)
 
     changeable = ("batch_size",)
@@ -241,7 +241,8 @@ class OrderBatches(RowBatches):
         batch = int(state["batch"])
         size = saved_size(state)
         first = int(state.get("first_position", 0))
-        if not -size < first <= 0:
+        done = first + batch * size
+        if done < 0 or (first and not batch):
             raise ArgumentError(
                 f"a state with first_position={first}: expected the result of state_dict()"
             )
@@ -249,11 +250,8 @@ class OrderBatches(RowBatches):
         super().resume(state, n_batches)
         if 0 < batch == n_batches:
             return len(self), True
-        if size != self.batch_size:
-            # The number of batches stays about the same, and is 0 only at the first row.
-            done = first + batch * size
-            batch = -(-done // self.batch_size)
-            first = done - batch * self.batch_size
+        # The number of batches stays the same, whatever their size.
+        first = done - batch * self.batch_size
         self._begun = epoch, first
         # With drop_last, fewer rows may be left than a batch of this size has.
         return batch, 0 < batch == self._count(first, self.batch_size)
