@@ -241,7 +241,7 @@ def _identity_batches(
         return batches
     size = selection.rank_batches.size // one_read_count
     of_rank = dataclasses.replace(selection.rank_batches, size=size, n_rows=n_identities)
-    warn_if_empty(of_rank.batches(), "inputs")
+    warn_if_empty(of_rank, "inputs")
     return of_rank
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from abc import ABC, abstractmethod
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import At, Order, Rows, known
+from pinfeed.rows.orders import At, KnownOrder, Order, Rows, known
+from pinfeed.rows.ranks import PerRank, Progress, Ranks
 from pinfeed.rows.runs import Places
 from pinfeed.rows.windows import Windows
 
@@ -21,6 +23,8 @@ from pinfeed.rows.windows import Windows
 _RUN_ROWS = 1 << 14
 ORDER_BYTES = 3 << 20
 """Most bytes that an order needs: three tables of 512 KiB, and arrays for a run of rows."""
+# A single process reads every row once.
+_ALONE = Ranks("join")
 
 
 class RowIndices(NamedTuple):
@@ -186,75 +190,167 @@ class _OrderRun:
 
 @dataclass(eq=False)
 class OrderBatches(RowBatches):
-    """Batches of ``batch_size`` rows each, in the sequence of an order.
+    """Batches of equally many rows each, in the sequence of an order that ranks may share.
 
-    A state counts rows, so any ``batch_size`` continues with the next row.
+    If a part of an epoch was read with another size of batches, or by another number of ranks, the
+    epoch consists of the remaining rows. The state of any rank can be loaded with any size, and in
+    jobs with any number of ranks.
 
     Args:
-        order: Order of the rows.
-        n_rows: Number of rows in the stores.
-        batch_size: Rows per batch.
+        order: Order of all rows.
+        n_rows: Number of rows in the stores; 0 before it is known.
+        size: Rows per batch, of each rank or, with ``ranks.split_batches``, of all ranks together.
         drop_last: Whether to leave out a last batch that is not full.
+        ranks: The user's choice of how ranks share an epoch.
+        rank: Number of the rank.
+        world_size: Number of ranks.
     """
 
     order: Order
     n_rows: int
-    batch_size: int
+    size: int
     drop_last: bool = False
-    # An epoch, and the position with which its batch 0 would begin, if all had this size.
-    _begun: tuple[int, int] = field(default=(0, 0), init=False)
+    ranks: Ranks = _ALONE
+    rank: int = 0
+    world_size: int = 1
+    # An epoch, and its positions that were done before batch 0.
+    _begun: tuple[int, Progress] = field(default=(0, ()), init=False)
 
+    state_keys = ("ranks",)
     changeable = ("batch_size",)
 
-    def __post_init__(self) -> None:
-        self.order = self._known = known(self.order)
+    @property
+    def batch_size(self) -> int:
+        """Rows per batch of this rank."""
+        return self.size // self.world_size if self.ranks.split_batches else self.size
 
     @property
     def fingerprint(self) -> dict[str, Any]:
+        """Plain values that determine the row order; rank and world size are not among them."""
         return {
             "order": repr(self.order),
             "n_rows": self.n_rows,
-            "batch_size": self.batch_size,
+            "batch_size": self.size,
             "drop_last": self.drop_last,
         }
 
     @property
     def is_distinct(self) -> bool:
-        return self._known.most_copies == 1
+        return self.rows().most_copies == 1
+
+    def rows(self, done: Progress = ()) -> KnownOrder:
+        """Return the order of this rank's rows.
+
+        Args:
+            done: Positions of the epoch that are already done.
+        """
+        order = known(self.order)
+        if self.world_size == 1 and not done:
+            return order
+        in_one = order.in_blocks and not self.ranks.split_batches
+        chunk = None if in_one else self.batch_size
+        return PerRank(order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
 
     def __len__(self) -> int:
-        return self._count(0, self.batch_size)
+        return self._count(())
 
     def n_batches(self, epoch: int) -> int:
-        return self._count(self._first(epoch), self.batch_size)
+        return self._count(self._done(epoch))
+
+    def begin(self, epoch: int, done: Progress) -> None:
+        """Set the positions of an epoch that are already done; no other epoch was begun."""
+        self._begun = epoch, done
 
     def restart(self, epoch: int) -> None:
-        self._begun = epoch, 0
+        self.begin(epoch, ())
 
     def state(self, epoch: int, batch: int) -> dict[str, Any]:
-        """Return the position with which batch 0 begins, if it is not 0."""
-        first = self._first(epoch)
-        return {"first_position": first} if first else {}
+        """Return the position after ``batch`` batches of an epoch, as plain values.
+
+        The state after the end of an epoch contains no positions that were done before.
+        """
+        done = self._done(epoch)
+        if done and batch == self._most(done):
+            batch = self._most(())
+            done = ()
+        return {
+            "batch": batch,
+            "ranks": {"world_size": self.world_size, "done": [list(part) for part in done]},
+        }
 
     def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
-        epoch = int(state["epoch"])
-        batch = int(state["batch"])
         size = saved_size(state)
-        first = int(state.get("first_position", 0))
-        done = first + batch * size
-        if done < 0 or (first and not batch):
+        batch, done, is_over = self.resumed(int(state["batch"]), state["ranks"], size)
+        self.begin(int(state["epoch"]), done)
+        return batch, is_over
+
+    def resumed(
+        self, batch: int, theirs: Mapping[str, Any], size: int
+    ) -> tuple[int, Progress, bool]:
+        """Translate the position of other ranks into a position of this rank.
+
+        Args:
+            batch: Number of batches that each of the other ranks has done.
+            theirs: Entry ``"ranks"`` of their state.
+            size: Their ``size``.
+
+        Returns:
+            The batch of this rank to begin with, the positions that were done before, and whether
+            the epoch is over.
+
+        Raises:
+            ArgumentError: If ``theirs`` is not such an entry, or their epoch has no such batch.
+        """
+        world_size, done = self._read(theirs, size)
+        n = dataclasses.replace(self, size=size, world_size=world_size)._most(done)
+        if not 0 <= batch <= n:
+            of_each = f" of each of the {world_size} ranks" * (world_size > 1)
             raise ArgumentError(
-                f"a state with first_position={first}: expected the result of state_dict()"
+                f"the state is at batch {batch}; expected 0 to {n}, the number of batches"
+                f"{of_each} in that epoch"
             )
-        n_batches = self._count(first, size)
-        super().resume(state, n_batches)
-        if 0 < batch == n_batches:
-            return len(self), True
-        # The number of batches stays the same, whatever their size.
-        first = done - batch * self.batch_size
-        self._begun = epoch, first
-        # With drop_last, fewer rows may be left than a batch of this size has.
-        return batch, 0 < batch == self._count(first, self.batch_size)
+        if batch == n:
+            return len(self), (), bool(batch or done)
+        is_split = self.ranks.split_batches
+        same_batches = size == self.size and (world_size == self.world_size or is_split)
+        if batch and not same_batches:
+            # The rows of a global batch are all read, by however many ranks.
+            done = (*done, (1 if is_split else world_size, batch * size))
+            batch = 0
+        if (batch or done) and batch == self._most(done):
+            # Too few rows are left for a batch of every rank.
+            return len(self), (), True
+        return batch, done, False
+
+    def _read(self, theirs: Mapping[str, Any], size: int) -> tuple[int, Progress]:
+        """Read the entry ``"ranks"`` of a state: the ranks, and the positions done before them."""
+        try:
+            world_size = int(theirs["world_size"])
+            done = tuple((int(a), int(n)) for a, n in theirs["done"])
+            if world_size < 1 or any(a < 1 or n < 0 for a, n in done):
+                raise ValueError("negative numbers")
+            if self.ranks.split_batches and size % world_size:
+                raise ValueError(f"{size} rows for {world_size} ranks")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"not a state of {self.kind} ({error!r}): {theirs!r}; expected the result of "
+                "state_dict()"
+            ) from None
+        return world_size, done
+
+    def _most(self, done: Progress) -> int:
+        """Return the most batches that a rank has after the positions ``done``."""
+        # No rank has more than the first one.
+        return dataclasses.replace(self, rank=0)._count(done)
+
+    def _count(self, done: Progress) -> int:
+        """Return the number of batches of this rank after the positions ``done``."""
+        n = self.rows(done).length(self.n_rows)
+        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+
+    def _done(self, epoch: int) -> Progress:
+        """Return the positions of an epoch that were done before its batch 0."""
+        return self._begun[1] if epoch == self._begun[0] else ()
 
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
@@ -286,12 +382,12 @@ class OrderBatches(RowBatches):
             yield run.rows()
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        position, stop = self._range(number, start)
-        return self._known.windows(self.n_rows, number), position, stop
+        rows = self.rows(self._done(number))
+        return rows.windows(self.n_rows, number), *self._range(number, start)
 
     def _runs(self, number: int, start: int, slot_rows: int) -> Iterator[_OrderRun]:
         """Yield runs of whole slots, from batch ``start`` of an epoch on."""
-        at = self.order.bind(self.n_rows, number)
+        at = self.rows(self._done(number)).bind(self.n_rows, number)
         lock = threading.Lock()
         position, stop = self._range(number, start)
         step = max(1, _RUN_ROWS // slot_rows) * slot_rows
@@ -309,20 +405,10 @@ class OrderBatches(RowBatches):
             rows[i - begin : stop - begin] = at(np.arange(i, stop))
         return rows
 
-    def _first(self, epoch: int) -> int:
-        """Return the position with which batch 0 of an epoch begins."""
-        return self._begun[1] if epoch == self._begun[0] else 0
-
-    def _count(self, first: int, size: int) -> int:
-        """Return the number of batches of an epoch whose batch 0 begins at a position."""
-        n = self.order.length(self.n_rows) - first
-        return n // size if self.drop_last else -(-n // size)
-
     def _range(self, epoch: int, start: int) -> tuple[int, int]:
-        """Return the positions of an epoch from batch ``start`` on."""
-        first = self._first(epoch)
-        stop = first + self.n_batches(epoch) * self.batch_size
-        return first + start * self.batch_size, min(stop, self.order.length(self.n_rows))
+        """Return the positions of the rest of an epoch from batch ``start`` on."""
+        n = self.rows(self._done(epoch)).length(self.n_rows)
+        return start * self.batch_size, min(self.n_batches(epoch) * self.batch_size, n)
 
 
 def saved_size(state: Mapping[str, Any]) -> int:

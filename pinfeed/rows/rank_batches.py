@@ -3,190 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from operator import index
 from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
+from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, UserOrder, known
-from pinfeed.rows.ranks import PerRank, Progress, Ranks, Uneven, world
-from pinfeed.rows.windows import Windows
+from pinfeed.rows.ranks import PerRank, Ranks, Uneven, world
 
 logger = logging.getLogger("pinfeed")
 
 
-@dataclass(eq=False)
-class RankBatches(RowBatches):
-    """The batches of one rank.
-
-    If other ranks have read a part of an epoch, the epoch consists of the remaining rows. All
-    ranks, and jobs with any number of ranks, can load the state of any rank.
-
-    Args:
-        order: Order of all rows.
-        ranks: The user's choice of how ranks share an epoch.
-        rank: Number of the rank.
-        world_size: Number of ranks.
-        drop_last: Whether to leave out a last batch that is not full.
-        size: Rows per batch, of each rank or, with ``ranks.split_batches``, of all ranks together.
-        n_rows: Number of rows in the stores; 0 before it is known.
-    """
-
-    order: Order
-    ranks: Ranks
-    rank: int
-    world_size: int
-    drop_last: bool
-    size: int
-    n_rows: int = 0
-    # An epoch, and its positions that other ranks have done.
-    _begun: tuple[int, Progress] = field(default=(0, ()), init=False)
+class RankBatches(OrderBatches):
+    """The batches of one rank, of those that the user has asked to share an epoch."""
 
     kind = "a feeder with ranks="
-    state_keys = ("ranks",)
-    changeable = ("batch_size",)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows per batch of this rank."""
-        return self.size // self.world_size if self.ranks.split_batches else self.size
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Plain values that determine the row order; rank and world size are not among them."""
         return {
-            "order": repr(self.order),
-            "n_rows": self.n_rows,
-            "batch_size": self.size,
-            "drop_last": self.drop_last,
+            **super().fingerprint,
             "ranks": self.ranks.uneven,
             "split_batches": self.ranks.split_batches,
         }
-
-    def rows(self, done: Progress = ()) -> PerRank:
-        """Return the order of this rank's rows.
-
-        Args:
-            done: Positions of the epoch that are already done.
-        """
-        order = known(self.order)
-        in_one = order.in_blocks and not self.ranks.split_batches
-        chunk = None if in_one else self.batch_size
-        return PerRank(order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
-
-    def batches(self, done: Progress = ()) -> OrderBatches:
-        """Return the batches of an epoch of which the positions ``done`` are already done."""
-        return OrderBatches(self.rows(done), self.n_rows, self.batch_size, self.drop_last)
-
-    def __len__(self) -> int:
-        return len(self.batches())
-
-    def n_batches(self, epoch: int) -> int:
-        return len(self.batches(self._done(epoch)))
-
-    def epoch(
-        self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
-    ) -> Iterator[RowIndices]:
-        return self.batches(self._done(number)).epoch(number, start, checksum, batches_per_slot)
-
-    def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        return self.batches(self._done(number)).windows(number, start)
-
-    def begin(self, epoch: int, done: Progress) -> None:
-        """Set the positions of an epoch that other ranks have done; no other epoch was begun."""
-        self._begun = epoch, done
-
-    def restart(self, epoch: int) -> None:
-        self.begin(epoch, ())
-
-    def state(self, epoch: int, batch: int) -> dict[str, Any]:
-        """Return the position after ``batch`` batches of an epoch, as plain values.
-
-        The state after the end of an epoch contains no positions of other ranks.
-        """
-        world_size = self.world_size
-        done = self._done(epoch)
-        if done and batch == self._most(world_size, done):
-            batch = self._most(world_size)
-            done = ()
-        return {
-            "batch": batch,
-            "ranks": {"world_size": world_size, "done": [list(part) for part in done]},
-        }
-
-    def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
-        size = saved_size(state)
-        batch, done, is_over = self.resumed(int(state["batch"]), state["ranks"], size)
-        self.begin(int(state["epoch"]), done)
-        return batch, is_over
-
-    def resumed(
-        self, batch: int, theirs: Mapping[str, Any], size: int
-    ) -> tuple[int, Progress, bool]:
-        """Translate the position of other ranks into a position of this rank.
-
-        Args:
-            batch: Number of batches that each of the other ranks has done.
-            theirs: Entry ``"ranks"`` of their state.
-            size: Their ``size``.
-
-        Returns:
-            The batch of this rank to begin with, the positions that were done before, and whether
-            the epoch is over.
-
-        Raises:
-            ArgumentError: If ``theirs`` is not such an entry, or their epoch has no such batch.
-        """
-        world_size, done = self._read(theirs, size)
-        n = dataclasses.replace(self, size=size)._most(world_size, done)
-        if not 0 <= batch <= n:
-            raise ArgumentError(
-                f"the state is at batch {batch}; expected 0 to {n}, the number of batches of each "
-                f"of the {world_size} ranks in that epoch"
-            )
-        if batch == n:
-            return len(self), (), bool(batch or done)
-        is_split = self.ranks.split_batches
-        same_batches = size == self.size and (world_size == self.world_size or is_split)
-        if batch and not same_batches:
-            # The rows of a global batch are all read, by however many ranks.
-            done = (*done, (1 if is_split else world_size, batch * size))
-            batch = 0
-        if (batch or done) and batch == self._most(self.world_size, done):
-            # Too few rows are left for a batch of every rank.
-            return len(self), (), True
-        return batch, done, False
-
-    def _read(self, theirs: Mapping[str, Any], size: int) -> tuple[int, Progress]:
-        """Read the entry ``"ranks"`` of a state: the ranks, and the positions done before them."""
-        try:
-            world_size = int(theirs["world_size"])
-            done = tuple((int(a), int(n)) for a, n in theirs["done"])
-            if world_size < 1 or any(a < 1 or n < 0 for a, n in done):
-                raise ValueError("negative numbers")
-            if self.ranks.split_batches and size % world_size:
-                raise ValueError(f"{size} rows for {world_size} ranks")
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"not a state of a feeder with ranks= ({error!r}): {theirs!r}; expected the result "
-                "of state_dict()"
-            ) from None
-        return world_size, done
-
-    def _most(self, world_size: int, done: Progress = ()) -> int:
-        """Return the most batches that a rank has."""
-        # No rank has more than the first one.
-        return len(dataclasses.replace(self, rank=0, world_size=world_size).batches(done))
-
-    def _done(self, epoch: int) -> Progress:
-        return self._begun[1] if epoch == self._begun[0] else ()
 
 
 def batches_of_rank(
@@ -221,7 +64,7 @@ def batches_of_rank(
             f"{size_name}={size} cannot be split among {world_size} ranks; expected a multiple of "
             f"{world_size}: {f'{below} or ' if below else ''}{above}"
         )
-    return RankBatches(order, shared, rank, world_size, drop_last, index(size))
+    return RankBatches(order, 0, index(size), drop_last, shared, rank, world_size)
 
 
 def check_ranks(ranks: Any, order: Any, drop_last: bool) -> tuple[Ranks, int, int]:

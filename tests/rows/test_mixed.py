@@ -298,7 +298,7 @@ def test_other_numbers_of_ranks_share_the_rest(order: Any) -> None:
     state: Any = None
     for world_size in (1, 3, 2, 5):
         for rank in range(world_size):
-            batches = RankBatches(order, Ranks("join"), rank, world_size, False, 4, n)
+            batches = RankBatches(order, n, 4, False, Ranks("join"), rank, world_size)
             if state is not None:
                 start, is_over = batches.resume(state, len(batches))
                 assert not is_over

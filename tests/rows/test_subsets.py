@@ -163,7 +163,7 @@ def test_ranks_of_any_number_share_a_subset(order: Order) -> None:
     state: Any = None
     for world_size in (1, 3, 2, 5):
         for rank in range(world_size):
-            batches = RankBatches(order, Ranks("join"), rank, world_size, False, 4, 91)
+            batches = RankBatches(order, 91, 4, False, Ranks("join"), rank, world_size)
             start = 0 if state is None else batches.resume(state, len(batches))[0]
             for batch in rows_of(batches, 1, start)[: None if world_size == 5 else 2]:
                 for row in batch:
