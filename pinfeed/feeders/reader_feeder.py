@@ -16,8 +16,7 @@ from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader
 from pinfeed.pipeline.sources.sample_source import SampleThreads
-from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.argument_types import DTypeLike
 from pinfeed.tensors.dtypes import dtype_of

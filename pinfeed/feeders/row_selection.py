@@ -12,13 +12,18 @@ import numpy as np
 from pinfeed.errors import ArgumentError, BudgetError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
-from pinfeed.rows.batches import OrderBatches, RowBatches
+from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.orders import Order, known, sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, batches_of_rank, note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
-from pinfeed.rows.shared_batches import SharedBatches, shared_batches
+from pinfeed.rows.shared_batches import (
+    SharedBatches,
+    batches_of_rank,
+    note_workers,
+    shared_batches,
+)
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 logger = logging.getLogger("pinfeed")

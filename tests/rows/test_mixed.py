@@ -14,9 +14,8 @@ from support.row_batches import rows_of, whole
 
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.rows import block_shuffled, drawn, mixed, per_rank, sequential, shuffled, where
-from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.interleaving import Interleaving
-from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.ranks import Ranks
 
 

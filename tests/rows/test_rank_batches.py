@@ -27,8 +27,8 @@ from pinfeed.readahead.resident_file import MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.blocks import BlockShuffled
+from pinfeed.rows.order_batches import RankBatches
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import RankBatches
 
 Uneven = Literal["pad", "drop", "join"]
 Batches = list[list[int]]

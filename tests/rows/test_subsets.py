@@ -12,9 +12,8 @@ from support.row_batches import rows_of, whole
 
 from pinfeed.errors import ArgumentError, PinfeedError
 from pinfeed.rows import block_shuffled, drawn, per_rank, sequential, shuffled, split, where
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.orders import Order, known
-from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
 
 INNER = [sequential(), shuffled(1), block_shuffled(1, block_rows=8, window_blocks=2), drawn(30)]

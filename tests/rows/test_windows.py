@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import rows
+from pinfeed.rows.order_batches import RankBatches
 from pinfeed.rows.orders import Order, known
-from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import PerRank, Ranks, SharedWindows, StridedSlice, per_rank, positions_of
 from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Windows
