@@ -267,13 +267,34 @@ class LengthBatches(ABC, Generic[Unit]):
         if found is None:
             return None, 0, 0
         stop = self.order.length(n_rows)
-        position = mark.skip
         if self.window is not None:
             # Rows leave their places, but not their window.
             found = WidenedWindows(found, self.window, stop)
-            position = mark.window * self.window
-        units = itertools.islice(self.units(epoch, mark), start - mark.unit)
-        return found, position + sum(map(self.n_begun, units)), stop
+        position = self.position_of(mark)
+        for _, end in itertools.islice(self.placed_units(epoch, mark), start - mark.unit):
+            position = end
+        return found, position, stop
+
+    def placed_units(
+        self, epoch: int, mark: Mark, note: Note = lambda mark: None
+    ) -> Iterator[tuple[Unit, int]]:
+        """Yield the units of an epoch, like ``units``, each with the position after its rows."""
+        position = self.position_of(mark)
+
+        def noted(mark: Mark) -> None:
+            nonlocal position
+            # Rows of the last window may be in no unit.
+            if self.window is not None and not mark.skip:
+                position = self.position_of(mark)
+            note(mark)
+
+        for unit in self.units(epoch, mark, noted):
+            position += self.n_begun(unit)
+            yield unit, position
+
+    def position_of(self, mark: Mark) -> int:
+        """Return the position of the order with which the window or the unit of a mark begins."""
+        return mark.skip if self.window is None else mark.window * self.window
 
 
 def checked_arguments(

@@ -88,15 +88,19 @@ class SharedBatches(SamplerEpochs, RowBatches):
         first = begun + start * self._n_all
         marks: deque[Mark] = deque([mark], _MOST_MARKS)
         self._marks = number, marks
-        units = self.rows.units(number, mark, marks.append)
-        units = itertools.islice(units, first - mark.unit, None)
+        units = self.rows.placed_units(number, mark, marks.append)
+        position = self.rows.position_of(mark)
+        for _, end in itertools.islice(units, first - mark.unit):
+            position = end
         while step := list(itertools.islice(units, self._n_all)):
-            if share := self._share(number, step):
+            begin = position
+            _, position = step[-1]
+            if share := self._share(number, [unit for unit, _ in step]):
                 rows = self.rows.rows_of(share)
                 places = self.rows.places_of(share)
-                n = len(rows)
-                n_positions = sum(map(self.rows.n_begun, step))
-                yield RowIndices(n, [(n, 0)], lambda rows=rows: rows, places, n_positions)  # type: ignore[misc]
+                batches = [(len(rows), 0)]
+                n = position - begin
+                yield RowIndices(len(rows), batches, lambda rows=rows: rows, places, n)  # type: ignore[misc]
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
         begun, mark = self._position(number)

@@ -417,12 +417,14 @@ def test_limits_of_config_hold_for_each_rank() -> None:
 @pytest.mark.parametrize("name", ["element_batches", "packed"])
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("drop_last", [False, True])
 def test_rows_are_in_the_windows_of_their_positions(
-    name: str, world_size: int, window: int | None
+    name: str, world_size: int, window: int | None, drop_last: bool
 ) -> None:
+    """Rows without elements, and those of a last batch that is left out, take positions, too."""
     order = rows.block_shuffled(1, block_rows=4, window_blocks=2)
-    options: Any = {} if window is None else {"window": window}
-    batches = getattr(rows, name)(np.maximum(LENGTHS, 1), 30, order=order, **options)
+    options: Any = {"drop_last": drop_last} | ({} if window is None else {"window": window})
+    batches = getattr(rows, name)(LENGTHS, 30, order=order, **options)
     for start in (0, 1, 3):
         for rank in range(world_size):
             shared = shared_batches(batches, Ranks("drop", rank=rank, world_size=world_size))
