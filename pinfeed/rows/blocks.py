@@ -16,7 +16,6 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import (
-    Arrays,
     At,
     KeptArray,
     KnownOrder,
@@ -254,10 +253,6 @@ class ChunkShuffled(BlockOrder):
     def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
         self.length(n_rows)
         return _Chunks(self.bounds.values, self.window_chunks, f"{self.seed}/{epoch}/chunks")
-
-    @property
-    def arrays(self) -> Arrays:
-        return (self.bounds.values,)
 
 
 class _Chunks(EpochBlocks):

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.rows.orders import (
-    Arrays,
     At,
     DerivedOrder,
     KeptArray,
@@ -126,10 +125,6 @@ class Bucketed(DerivedOrder):
     def window_nbytes(self) -> int:
         n_rows = min(self.window_rows, self.lengths.n)
         return n_rows * _ROW_NBYTES + self.order.window_nbytes
-
-    @property
-    def arrays(self) -> Arrays:
-        return (self.lengths.values,)
 
     def padding(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> Padding:
         """Return the share of padding of an epoch if each batch is padded to its longest row.

@@ -141,8 +141,8 @@ class MixedWindows:
         turn, offset = divmod(self.start + position, self.batch_size)
         before = self.turns.before(number, turn)
         # A turn that has begun is one of the source if there is one turn more after it.
-        is_its = offset and self.turns.before(number, turn + 1) > before
-        return before * self.batch_size + offset * bool(is_its)
+        is_its = self.turns.before(number, turn + 1) > before
+        return before * self.batch_size + offset * is_its
 
     def _position(self, number: int, draw: int) -> int:
         """Return the position of a draw; the length of the epoch if there is none."""

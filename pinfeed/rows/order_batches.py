@@ -179,8 +179,8 @@ class OrderBatches(RowBatches):
                 f"the state is at batch {batch}; expected 0 to {n}, the number of batches"
                 f"{of_each} in that epoch"
             )
-        if batch == n:
-            return len(self), (), bool(batch or done)
+        if batch == n and (batch or done):
+            return len(self), (), True
         is_split = self.ranks.split_batches
         same_batches = size == self.size and (world_size == self.world_size or is_split)
         if batch and not same_batches:

@@ -142,13 +142,14 @@ class KnownOrder(ABC):
 
     @property
     def parts(self) -> tuple[KnownOrder, ...]:
-        """The orders of which this one is made."""
-        return ()
+        """The orders of which this one is made; by default, those among its fields."""
+        return tuple(value for value in vars(self).values() if isinstance(value, KnownOrder))
 
     @property
     def arrays(self) -> Arrays:
-        """Arrays that this order keeps besides those of its parts."""
-        return ()
+        """Arrays that this order keeps besides those of its parts; by default, its fields."""
+        fields = vars(self).values()
+        return tuple(value.values for value in fields if isinstance(value, KeptArray))
 
     @property
     def most_copies(self) -> int | None:
@@ -173,10 +174,6 @@ class DerivedOrder(KnownOrder):
 
     def length(self, n_rows: int) -> int:
         return self.order.length(n_rows)
-
-    @property
-    def parts(self) -> tuple[KnownOrder, ...]:
-        return (self.order,)
 
     @property
     def most_copies(self) -> int | None:

@@ -135,11 +135,10 @@ class Packed(LengthBatches["Pieces"]):
         return n_elements / (n * self.max_elements) if n else 0.0
 
     def rows_of(self, units: list[Pieces]) -> Rows:
-        return np.concatenate([one.rows for one in units])
+        return Pieces.joined(units).rows
 
     def places_of(self, units: list[Pieces]) -> Places:
-        begins = np.concatenate([one.begins for one in units])
-        lengths = np.concatenate([one.lengths for one in units])
+        _, begins, lengths = Pieces.joined(units)
         counts = [len(one.rows) for one in units]
         ends = np.cumsum(lengths)
         firsts = np.cumsum([0, *counts[:-1]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar, overload
 
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows, sort_rows
 from pinfeed.rows.orders import (
-    Arrays,
     At,
     DerivedOrder,
     KeptArray,
@@ -176,10 +175,6 @@ class Subset(DerivedOrder):
         found = self.order.windows(self.rows.length(n_rows), epoch)
         return None if found is None else SelectedWindows(found, self.rows.bind(n_rows, epoch))
 
-    @property
-    def parts(self) -> tuple[KnownOrder, ...]:
-        return self.rows, self.order
-
 
 @dataclass(frozen=True)
 class RowList(KnownOrder):
@@ -211,10 +206,6 @@ class RowList(KnownOrder):
             )
         return cls(KeptArray.of(rows), ascending.item(-1))
 
-    @property
-    def arrays(self) -> Arrays:
-        return (self.indices.values,)
-
     def length(self, n_rows: int) -> int:
         if self.largest >= n_rows:
             raise ArgumentError(
@@ -238,7 +229,7 @@ class RowMask(KnownOrder):
     """Number of rows of the part."""
     chunks: KeptArray
     """A bit for each row, shape (n_chunks, 16)."""
-    before: Rows = field(repr=False, compare=False)
+    before: KeptArray
     """Number of selected rows before each chunk, shape (n_chunks,)."""
 
     @classmethod
@@ -263,11 +254,7 @@ class RowMask(KnownOrder):
                 f"where(mask): the mask of {n_rows:,} rows selects no row; expected at least one "
                 "element that is True"
             )
-        return cls(n_rows, counts.item(-1), KeptArray.of(chunks), counts[:-1])
-
-    @property
-    def arrays(self) -> Arrays:
-        return self.chunks.values, self.before
+        return cls(n_rows, counts.item(-1), KeptArray.of(chunks), KeptArray.of(counts[:-1]))
 
     def length(self, n_rows: int) -> int:
         text = "where(mask) has a mask of"
@@ -293,15 +280,16 @@ class RowMask(KnownOrder):
     def _find(self, numbers: Rows) -> Rows:
         """Return the row indices of ascending rows of the part."""
         chunks = self.chunks.values
-        first, last = (self.before.searchsorted(numbers[[0, -1]], side="right") - 1).tolist()
+        before = self.before.values
+        first, last = (before.searchsorted(numbers[[0, -1]], side="right") - 1).tolist()
         if 8 * _CHUNK * (last + 1 - first) <= _SCANNED_BITS * len(numbers):
             # The rows of a sequential order, or of blocks, are close together.
             bits = np.unpackbits(chunks[first : last + 1], bitorder="little").view(np.bool_)
-            close: Rows = bits.nonzero()[0][numbers - self.before[first]]
+            close: Rows = bits.nonzero()[0][numbers - before[first]]
             close += first * 8 * _CHUNK
             return close
-        chunk = self.before.searchsorted(numbers, side="right") - 1
-        left = numbers - self.before[chunk]
+        chunk = before.searchsorted(numbers, side="right") - 1
+        left = numbers - before[chunk]
         found = chunks[chunk]
         # Selected rows up to the end of each byte; at most 128.
         ends = np.cumsum(np.bitwise_count(found), axis=1, dtype=np.uint16)
