@@ -242,11 +242,13 @@ class ShuffledTurns:
         begin = window * _WINDOW
         stop = begin + _WINDOW if self.end is None else min(begin + _WINDOW, self.end)
         turns = np.empty(stop - begin, np.int64)
+        sources = set[int]()
         for source, where, _ in self.interleaving.groups(np.arange(begin, stop)):
             turns[where] = source
+            sources.add(source)
         turns = turns[permutation(len(turns), f"{self.salt}/{window}")(np.arange(len(turns)))]
         counts = np.empty_like(turns)
-        for source in np.unique(turns).tolist():
+        for source in sources:
             where = np.flatnonzero(turns == source)
             counts[where] = self.interleaving.before(source, begin) + np.arange(len(where))
         return turns, counts
