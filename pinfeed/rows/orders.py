@@ -303,7 +303,7 @@ def check_n_rows(n_rows: int, expected: int, text: str, advice: str) -> None:
         n_rows: Number of rows for which it is used.
         expected: Number of rows for which it is made.
         text: The order, and what in it has the expected number of rows.
-        advice: What the order expects.
+        advice: Text that says which rows the order expects.
     """
     if n_rows != expected:
         raise ArgumentError(
