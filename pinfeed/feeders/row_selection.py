@@ -14,7 +14,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.order_batches import OrderBatches, RankBatches
+from pinfeed.rows.order_batches import EqualBatches, OrderBatches, RankBatches
 from pinfeed.rows.orders import Order, known, sequential, shuffled
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
@@ -117,7 +117,7 @@ class RowSelection:
         if not isinstance(self.order, Order):
             return SamplerBatches(self.order, n_rows, batch_size, self.drop_last)
         if self.rank_batches is not None:
-            batches: OrderBatches = dataclasses.replace(self.rank_batches, n_rows=n_rows)
+            batches: EqualBatches = dataclasses.replace(self.rank_batches, n_rows=n_rows)
         else:
             assert batch_size is not None
             batches = OrderBatches(self.order, n_rows, batch_size, self.drop_last)
@@ -238,7 +238,7 @@ def _rank_note(share: RankBatches, plan: Plan, n_rows: int) -> str:
     return note
 
 
-def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
+def warn_if_empty(batches: EqualBatches, unit: str = "rows") -> None:
     """Warn if epochs have no batch.
 
     Args:

@@ -59,7 +59,7 @@ class _OrderRun:
 
 
 @dataclass(eq=False)
-class OrderBatches(RowBatches):
+class EqualBatches(RowBatches):
     """Batches of equally many rows each, in the sequence of an order that ranks may share.
 
     If a part of an epoch was read with another size of batches, or by another number of ranks, the
@@ -103,10 +103,6 @@ class OrderBatches(RowBatches):
             "batch_size": self.size,
             "drop_last": self.drop_last,
         }
-
-    @property
-    def is_distinct(self) -> bool:
-        return self.rows().most_copies == 1
 
     def rows(self, done: Progress = ()) -> KnownOrder:
         """Return the order of this rank's rows.
@@ -281,7 +277,15 @@ class OrderBatches(RowBatches):
         return start * self.batch_size, min(self.n_batches(epoch) * self.batch_size, n)
 
 
-class RankBatches(OrderBatches):
+class OrderBatches(EqualBatches):
+    """The batches of an order that one process reads as a whole."""
+
+    @property
+    def is_distinct(self) -> bool:
+        return self.rows().most_copies == 1
+
+
+class RankBatches(EqualBatches):
     """The batches of one rank, of those that the user has asked to share an epoch."""
 
     kind = "a feeder with ranks="
