@@ -175,8 +175,9 @@ class EqualBatches(RowBatches):
                 f"the state is at batch {batch}; expected 0 to {n}, the number of batches"
                 f"{of_each} in that epoch"
             )
-        if batch == n and (batch or done):
-            return len(self), (), True
+        # Ranks that have no batch of an epoch leave it out; a single process begins it.
+        if batch == n and (batch or done or world_size > 1):
+            return len(self), (), bool(batch or done)
         is_split = self.ranks.split_batches
         same_batches = size == self.size and (world_size == self.world_size or is_split)
         if batch and not same_batches:
