@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import pinfeed
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches
 
 BATCH_SIZE = 64
 N_WORKERS = 2

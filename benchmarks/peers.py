@@ -19,7 +19,7 @@ import torch
 
 import pinfeed
 from benchmarks.rowfile import Kind
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches
 from pinfeed.rows.orders import Order
 
 Batches = list[Any]

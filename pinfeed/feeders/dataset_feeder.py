@@ -22,9 +22,8 @@ from pinfeed.pipeline.sources.sample_source import SampleMaker, Samples, SampleS
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.threaded_loader_source import batch_reader
 from pinfeed.pipeline.sources.user_calls import guarded
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.arguments import check_flag, check_function, explain_arguments, whole_number
 

@@ -27,7 +27,7 @@ from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches
 from pinfeed.rows.orders import Order, sequential
 from pinfeed.stores.store import row_nbytes
 

@@ -16,8 +16,7 @@ from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader
 from pinfeed.pipeline.sources.sample_source import SampleThreads
-from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.argument_types import DTypeLike
 from pinfeed.tensors.dtypes import dtype_of
@@ -241,7 +240,7 @@ def _identity_batches(
         return batches
     size = selection.rank_batches.size // one_read_count
     of_rank = dataclasses.replace(selection.rank_batches, size=size, n_rows=n_identities)
-    warn_if_empty(of_rank.batches(), "inputs")
+    warn_if_empty(of_rank, "inputs")
     return of_rank
 
 

@@ -12,13 +12,18 @@ import numpy as np
 from pinfeed.errors import ArgumentError, BudgetError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
-from pinfeed.rows.batches import OrderBatches, RowBatches
+from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.order_batches import EqualBatches, OrderBatches, RankBatches
 from pinfeed.rows.orders import Order, known, sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, batches_of_rank, note_workers
-from pinfeed.rows.ranks import PerRank, Ranks
+from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
-from pinfeed.rows.shared_batches import SharedBatches, shared_batches
+from pinfeed.rows.shared_batches import (
+    SharedBatches,
+    batches_of_rank,
+    note_workers,
+    shared_batches,
+)
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 logger = logging.getLogger("pinfeed")
@@ -111,12 +116,13 @@ class RowSelection:
             return self._shared
         if not isinstance(self.order, Order):
             return SamplerBatches(self.order, n_rows, batch_size, self.drop_last)
-        assert batch_size is not None
-        batches = OrderBatches(self.order, n_rows, batch_size, self.drop_last)
+        if self.rank_batches is not None:
+            batches: EqualBatches = dataclasses.replace(self.rank_batches, n_rows=n_rows)
+        else:
+            assert batch_size is not None
+            batches = OrderBatches(self.order, n_rows, batch_size, self.drop_last)
         warn_if_empty(batches)
-        if self.rank_batches is None:
-            return batches
-        return dataclasses.replace(self.rank_batches, n_rows=n_rows)
+        return batches
 
     def with_notes(self, plan: Plan, n_rows: int, *, unified: bool) -> Plan:
         """Return a plan with notes on the rank, and on settings of ``config`` without effect.
@@ -232,7 +238,7 @@ def _rank_note(share: RankBatches, plan: Plan, n_rows: int) -> str:
     return note
 
 
-def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
+def warn_if_empty(batches: EqualBatches, unit: str = "rows") -> None:
     """Warn if epochs have no batch.
 
     Args:
@@ -241,10 +247,11 @@ def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
     """
     if len(batches):
         return
-    order, n = batches.order, batches.n_rows
-    text = f"epochs have no batch of {batches.batch_size} {unit}, with {order.length(n)} of {n}"
-    if isinstance(order, PerRank):
-        text += f" on rank {order.rank} of {order.world_size}"
+    n = batches.n_rows
+    n_mine = batches.rows().length(n)
+    text = f"epochs have no batch of {batches.batch_size} {unit}, with {n_mine} of {n}"
+    if batches.world_size > 1:
+        text += f" on rank {batches.rank} of {batches.world_size}"
     text += ", drop_last=True" * batches.drop_last
     text += f"; give more {unit}, lower batch_size or world_size, or leave out drop_last"
     logger.warning("%s", text)

@@ -55,7 +55,7 @@ from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites, WriteQueue
 from pinfeed.pipeline.writer import Writer
 from pinfeed.profiling.counters import Counters
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches
 from pinfeed.rows.orders import Sequential, Shuffled
 from pinfeed.stores.host_rows import memory_rows_of
 

@@ -29,7 +29,7 @@ from pinfeed.pipeline.slot import JobParts, Slot
 from pinfeed.pipeline.sources.row_source import GROUP_DEFAULTS, RowSource, new_row_group
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.timeline import Timeline
-from pinfeed.rows.batches import sizes
+from pinfeed.rows.order_batches import sizes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.store import row_nbytes
 

@@ -39,7 +39,7 @@ from pinfeed.readahead.strategy import (
 )
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.packing import Places
+from pinfeed.rows.runs import Places
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.host_rows import Gather, StoreRows, run_gather

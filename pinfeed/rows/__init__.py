@@ -27,9 +27,9 @@ the earlier ones, so an epoch needs no memory, and resumes anywhere. Orders can 
 #
 # A feeder draws RowBatches (batches.py), which also save and resume positions:
 #
-# - OrderBatches are those of an order in one process. A state counts rows.
-# - RankBatches are those of an order that ranks share. A state has the rows that all ranks have
-#   read, so any number of ranks continues with the rest.
+# - OrderBatches and RankBatches are those of an order, in one process or in one rank. A state has
+#   the rows that all ranks have read, so any number of ranks continues with the rest, with any size
+#   of batches.
 # - SharedBatches are made of units, with or without ranks. A state counts units.
 # - SamplerBatches are those of a sampler, an array or a list. A state has a checksum of the rows.
 

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Arrays, At, KeptArray, KnownOrder, Order, Rows, grouped
+from pinfeed.rows.orders import (
+    At,
+    KeptArray,
+    KnownOrder,
+    Order,
+    Rows,
+    by_window,
+    check_n_rows,
+)
 from pinfeed.rows.permutation import keys_of, permutation
 from pinfeed.rows.windows import Interval, Window
 from pinfeed.validation.arguments import check_seed, whole_number
@@ -100,20 +108,17 @@ class EpochBlocks(ABC):
     Attributes:
         salt: Text that the shuffles of the epoch are a function of.
         n_windows: Number of windows.
+        window_rows: Most rows of a window of any epoch.
         block_rows: Usual number of rows of a block.
         n_blocks: Most blocks of a window if all have ``block_rows`` rows, or else 0.
     """
 
     salt: str
     n_windows: int
+    window_rows: int
     block_rows: int
     n_blocks = 0
     n_ahead = 1
-
-    @property
-    @abstractmethod
-    def window_rows(self) -> int:
-        """Most rows of a window of any epoch."""
 
     @property
     def is_single(self) -> bool:
@@ -157,26 +162,16 @@ class BlockOrder(KnownOrder):
     def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
         """Return the blocks of an epoch."""
 
-    def length(self, n_rows: int) -> int:
-        return n_rows
-
     def bind(self, n_rows: int, epoch: int) -> At:
         blocks = self.windows(n_rows, epoch)
 
-        # Consecutive batches need the same window.
-        @functools.lru_cache(maxsize=1)
         def window(number: int) -> tuple[int, At]:
             begin, end = blocks.interval(number)
-            return begin, permutation(end - begin, f"{blocks.salt}/{number}")
+            mixed = permutation(end - begin, f"{blocks.salt}/{number}")
+            return begin, lambda offsets: mixed(offsets) + begin
 
-        def at(positions: Rows) -> Rows:
-            places = np.empty(len(positions), np.int64)
-            for number, here in grouped(blocks.window_of(positions)):
-                begin, mixed = window(number)
-                places[here] = mixed(positions[here] - begin) + begin
-            return blocks.rows(places)
-
-        return at
+        places_at = by_window(blocks.window_of, window)
+        return lambda positions: blocks.rows(places_at(positions))
 
 
 @dataclass(frozen=True)
@@ -205,26 +200,22 @@ class _EvenBlocks(EpochBlocks):
         self.n_blocks = order.window_blocks
         self.block_rows = min(order.block_rows, most)
         # The last window of an epoch may have fewer rows.
-        self._size = min(self.block_rows * order.window_blocks, most)
-        self.n_windows = -(-n_rows // self._size)
+        self.window_rows = min(self.block_rows * order.window_blocks, most)
+        self.n_windows = -(-n_rows // self.window_rows)
         self._n_rows = n_rows
         self._n_full = n_rows // self.block_rows
         self._block_at = permutation(self._n_full, salt)
         self._first = int(keys_of(salt + "/first", 1)[0] % np.uint64(most))
 
-    @property
-    def window_rows(self) -> int:
-        return self._size
-
     def most(self, n: int) -> int:
-        return -(-n // self._size) + 1
+        return -(-n // self.window_rows) + 1
 
     def window_of(self, positions: Rows) -> Rows:
-        return positions // self._size
+        return positions // self.window_rows
 
     def interval(self, window: int) -> Interval:
-        begin = window * self._size
-        return begin, min(begin + self._size, self._n_rows)
+        begin = window * self.window_rows
+        return begin, min(begin + self.window_rows, self._n_rows)
 
     def rows(self, places: Rows) -> Rows:
         index = places // self.block_rows
@@ -255,21 +246,13 @@ class ChunkShuffled(BlockOrder):
     window_chunks: int
 
     def length(self, n_rows: int) -> int:
-        of_chunks: int = self.bounds.values.item(-1)
-        if n_rows != of_chunks:
-            raise ArgumentError(
-                f"chunk_shuffled(store) has a store of {of_chunks:,} rows, but is used for "
-                f"{n_rows:,} rows; expected the source of the feeder"
-            )
+        text = "chunk_shuffled(store) has a store of"
+        check_n_rows(n_rows, self.bounds.values.item(-1), text, "the source of the feeder")
         return n_rows
 
     def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
         self.length(n_rows)
         return _Chunks(self.bounds.values, self.window_chunks, f"{self.seed}/{epoch}/chunks")
-
-    @property
-    def arrays(self) -> Arrays:
-        return (self.bounds.values,)
 
 
 class _Chunks(EpochBlocks):
@@ -282,43 +265,34 @@ class _Chunks(EpochBlocks):
         self._n_in_window = n_in_window
         chunks = permutation(n, salt)(np.arange(n))
         self._starts = bounds[chunks]
-        # The position after each chunk.
-        self._ends = np.cumsum(bounds[chunks + 1] - self._starts)
-        self.block_rows = max(1, self._ends.item(-1) // n)
-
-    @functools.cached_property
-    def window_rows(self) -> int:
+        # First position of each chunk and of each window, followed by the number of rows.
+        self._begins: Rows = np.append(0, np.cumsum(bounds[chunks + 1] - self._starts))
+        first = np.minimum(np.arange(self.n_windows + 1) * n_in_window, n)
+        self._window_begins: Rows = self._begins[first]
+        self.block_rows = max(1, self._begins.item(-1) // n)
         # Any chunks may be in one window of some epoch.
-        return int(self._sorted_sizes()[-self._n_in_window :].sum())
+        self._sizes = np.sort(np.diff(bounds))
+        self.window_rows = int(self._sizes[-n_in_window:].sum())
 
     def most(self, n: int) -> int:
         return int(self._least_rows.searchsorted(n - 2, side="right")) + 2
 
     def window_of(self, positions: Rows) -> Rows:
-        return self._window_ends.searchsorted(positions, side="right")
+        return self._window_begins.searchsorted(positions, side="right") - 1
 
     def interval(self, window: int) -> Interval:
-        begin = self._window_ends.item(window - 1) if window else 0
-        return begin, self._window_ends.item(window)
+        return self._window_begins.item(window), self._window_begins.item(window + 1)
 
     def rows(self, places: Rows) -> Rows:
-        chunks = self._ends.searchsorted(places, side="right")
-        begins = np.where(chunks > 0, self._ends[chunks - 1], 0)
-        rows: Rows = self._starts[chunks] + places - begins
+        chunks = self._begins.searchsorted(places, side="right") - 1
+        rows: Rows = self._starts[chunks] + places - self._begins[chunks]
         return rows
 
     def runs(self, window: int) -> list[Interval]:
-        part = slice(window * self._n_in_window, (window + 1) * self._n_in_window)
-        starts = self._starts[part]
-        sizes = np.diff(self._ends[part], prepend=self.interval(window)[0])
+        first = window * self._n_in_window
+        starts = self._starts[first : first + self._n_in_window]
+        sizes = np.diff(self._begins[first : first + len(starts) + 1])
         return sorted(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
-
-    @functools.cached_property
-    def _window_ends(self) -> Rows:
-        """Position after each window."""
-        last = np.minimum(np.arange(1, self.n_windows + 1) * self._n_in_window, len(self._ends)) - 1
-        ends: Rows = self._ends[last]
-        return ends
 
     @functools.cached_property
     def _least_rows(self) -> Rows:
@@ -328,9 +302,5 @@ class _Chunks(EpochBlocks):
         """
         # Rows of the smallest chunks of an epoch. The windows may be in two epochs.
         size = self._n_in_window
-        ends = np.append(0, self._sorted_sizes().cumsum()[size - 1 :: size])
+        ends = np.append(0, self._sizes.cumsum()[size - 1 :: size])
         return np.sort(np.concatenate([ends[:-1] + ends[1:], 2 * ends[1:]]))
-
-    def _sorted_sizes(self) -> Rows:
-        """Return the numbers of rows of all chunks, in ascending order."""
-        return np.sort(np.diff(self._ends, prepend=0))

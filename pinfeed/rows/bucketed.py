@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import (
-    Arrays,
     At,
     DerivedOrder,
     KeptArray,
@@ -19,8 +16,9 @@ from pinfeed.rows.orders import (
     Order,
     Rows,
     Shuffled,
+    by_window,
+    check_n_rows,
     check_order,
-    grouped,
 )
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import checked_lengths, longest_first
@@ -96,48 +94,37 @@ class Bucketed(DerivedOrder):
     order: KnownOrder
     seed: int
 
+    @property
+    def window_rows(self) -> int:
+        """Number of rows of a window; the last one may have fewer."""
+        return self.batch_size * self.window_batches
+
     def length(self, n_rows: int) -> int:
-        if n_rows != self.lengths.n:
-            raise ArgumentError(
-                f"bucketed(...) has {self.lengths.n:,} lengths for {n_rows:,} rows; expected "
-                "a length for each row of the source"
-            )
+        text = "bucketed(...) has lengths of"
+        check_n_rows(n_rows, self.lengths.n, text, "a length for each row of the source")
         return self.order.length(n_rows)
 
     def bind(self, n_rows: int, epoch: int) -> At:
         n = self.length(n_rows)
         base = self.order.bind(n_rows, epoch)
-        window_rows = self.batch_size * self.window_batches
+        size = self.window_rows
 
-        # Consecutive batches need the same window.
-        @functools.lru_cache(maxsize=1)
-        def window(number: int) -> Rows:
-            begin = number * window_rows
-            positions = np.arange(begin, min(begin + window_rows, n))
-            return self._sorted(base(positions), f"{self.seed}/{epoch}/bucketed/{number}")
+        def window(number: int) -> tuple[int, At]:
+            begin = number * size
+            rows = base(np.arange(begin, min(begin + size, n)))
+            return begin, self._sorted(rows, f"{self.seed}/{epoch}/bucketed/{number}").__getitem__
 
-        def at(positions: Rows) -> Rows:
-            numbers = positions // window_rows
-            found = np.empty(len(positions), np.int64)
-            for number, here in grouped(numbers):
-                found[here] = window(number)[positions[here] - number * window_rows]
-            return found
-
-        return at
+        return by_window(lambda positions: positions // size, window)
 
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
         found = self.order.windows(n_rows, epoch)
-        size = self.batch_size * self.window_batches
-        return None if found is None else WidenedWindows(found, size, self.length(n_rows))
+        n = self.length(n_rows)
+        return None if found is None else WidenedWindows(found, self.window_rows, n)
 
     @property
     def window_nbytes(self) -> int:
-        n_rows = min(self.batch_size * self.window_batches, self.lengths.n)
+        n_rows = min(self.window_rows, self.lengths.n)
         return n_rows * _ROW_NBYTES + self.order.window_nbytes
-
-    @property
-    def arrays(self) -> Arrays:
-        return (self.lengths.values,)
 
     def padding(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> Padding:
         """Return the share of padding of an epoch if each batch is padded to its longest row.
@@ -150,7 +137,7 @@ class Bucketed(DerivedOrder):
             The share of elements that are padding, with buckets and without.
         """
         n_rows = self.lengths.n
-        window_rows = self.batch_size * self.window_batches
+        window_rows = self.window_rows
         most_rows = whole_number(most_rows, "most_rows")
         stop = min(self.length(n_rows), -(-most_rows // window_rows) * window_rows)
         shares = []

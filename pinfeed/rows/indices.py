@@ -110,9 +110,7 @@ def distinct_rows(rows: Indices) -> tuple[Indices, Indices]:
     if found is not None:
         n, distinct, positions = found
         return _shortened(distinct, n), positions
-    distinct, order, _, places = _sorted_groups(rows)
-    positions = np.empty(len(rows), np.int64)
-    positions[order] = places
+    distinct, positions = np.unique(rows, return_inverse=True)
     return distinct, positions
 
 
@@ -132,18 +130,12 @@ def first_occurrences(rows: Indices) -> tuple[Indices, Indices | None]:
     if found is not None:
         n, distinct, positions = found
         return (rows, None) if n == len(rows) else (_shortened(distinct, n), positions)
-    distinct, order, is_first, places = _sorted_groups(rows)
-    if len(distinct) == len(rows):
+    _, first, places = np.unique(rows, return_index=True, return_inverse=True)
+    if len(first) == len(rows):
         return rows, None
-    # Equal rows keep their order, so the first of them is the first occurrence.
-    first = order.compress(is_first)
-    occurs_first = np.zeros(len(rows), bool)
-    occurs_first[first] = True
-    rank = np.cumsum(occurs_first)
-    rank -= 1
-    positions = np.empty(len(rows), np.int64)
-    positions[order] = rank.take(first).take(places)
-    return rows.compress(occurs_first), positions
+    # The number of each distinct row, by its first occurrence.
+    numbers = np.argsort(np.argsort(first))
+    return rows[np.sort(first)], numbers[places]
 
 
 def _shortened(rows: Indices, n: int) -> Indices:
@@ -168,21 +160,3 @@ def _compiled(function: str, rows: Indices) -> tuple[int, Indices, Indices] | No
     call = getattr(native.of_rows(len(rows)), function)
     n_distinct = call(_pack(address, len(rows), *outputs))
     return None if n_distinct < 0 else (n_distinct, distinct, positions)
-
-
-def _sorted_groups(rows: Indices) -> tuple[Indices, Indices, npt.NDArray[np.bool_], Indices]:
-    """Sort row indices, and group equal ones.
-
-    Returns:
-        The distinct rows in ascending order; and for each sorted row its position in ``rows``,
-        whether it differs from the previous one, and its place among the distinct rows.
-    """
-    ascending, order = sort_rows(rows)
-    is_first = np.ones(len(rows), bool)
-    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    distinct = ascending.compress(is_first)
-    # Access to new memory takes longer than the sums.
-    places = ascending
-    places[:1] = 0
-    np.cumsum(is_first[1:], out=places[1:])
-    return distinct, order, is_first, places

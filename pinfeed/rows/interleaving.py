@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Rows, grouped
 from pinfeed.rows.permutation import permutation
 from pinfeed.validation.arguments import real_number
 
-Group = tuple[int, Rows, Rows]
+Group = tuple[int, Rows | slice, Rows]
 """A source, the numbers of the places that it fills, and how many it has filled before each."""
 
 # Products of two numbers up to this size fit 64 bits.
@@ -66,9 +64,11 @@ def _exact(weight: Any, name: str) -> Fraction:
     return Fraction(int(weight)) if number.is_integer() else Fraction(repr(number))
 
 
-@dataclass(frozen=True)
-class _Split:
-    """Division of places between two groups of sources, in even turns."""
+class _Split(NamedTuple):
+    """Division of places between two groups of sources, in even turns.
+
+    Each group is one source, or is divided again.
+    """
 
     left: _Split | int
     right: _Split | int
@@ -79,12 +79,12 @@ class _Split:
     whole: int
     """Weight of all sources."""
 
-    def n_left(self, n: int) -> int:
-        """Return how many of the first ``n`` places are on the left."""
-        return (n * self.share + self.whole // 2) // self.whole
+    def cut(self, n: Any) -> tuple[Any, Any]:
+        """Return how many places are on the left before place ``n``, and whether it is, too.
 
-    def cut(self, n: Rows) -> tuple[Rows, npt.NDArray[np.bool_]]:
-        """Return how many places are on the left before place ``n``, and whether it is, too."""
+        Args:
+            n: A place, or an array of places.
+        """
         rounds = n // self.whole
         # Remainders are below 2**31, so that no product exceeds 64 bits.
         parts = (n - rounds * self.whole) * self.share + self.whole // 2
@@ -93,134 +93,98 @@ class _Split:
         return rounds * self.share + before, is_left
 
 
+def _split(weights: Sequence[int], numbers: Sequence[int]) -> _Split | int:
+    """Return the tree that divides places among the sources with some numbers."""
+    if len(numbers) == 1:
+        return numbers[0]
+    middle = (len(numbers) + 1) // 2
+    sides = numbers[:middle], numbers[middle:]
+    share, other = (sum(weights[number] for number in side) for side in sides)
+    left, right = (_split(weights, side) for side in sides)
+    return _Split(left, right, sides[1][0], share, share + other)
+
+
+def _count(node: _Split | int, number: int, n: int) -> int:
+    """Return how many of the first ``n`` places a source fills."""
+    while not isinstance(node, int):
+        before, _ = node.cut(n)
+        node, n = (node.left, before) if number < node.middle else (node.right, n - before)
+    return n if node == number else 0
+
+
+def _groups(node: _Split | int, where: Rows, n: Rows) -> Iterator[tuple[int, Rows, Rows]]:
+    """Yield the sources of the places ``n``, which have the numbers ``where``."""
+    if isinstance(node, int):
+        if len(n):
+            yield node, where, n
+        return
+    before, is_left = node.cut(n)
+    left = is_left.nonzero()[0]
+    right = (~is_left).nonzero()[0]
+    yield from _groups(node.left, where[left], before[left])
+    yield from _groups(node.right, where[right], n[right] - before[right])
+
+
 @dataclass(frozen=True)
-class EvenTurns:
-    """Sources that take turns as evenly as possible, by whole-number weights.
+class Interleaving:
+    """Sources that take turns as evenly as possible, with weights that may change at some places.
 
     A balanced binary tree divides the places: each node divides its own places between its two
     sides as Bresenham's algorithm divides the pixels of a line. Any window of places therefore has
     less than ``ceil(log2(n_sources))`` places of a source more or less than its exact share.
 
     Args:
-        weights: Whole numbers, at least one above 0; their sum is at most 2**31.
-    """
-
-    weights: tuple[int, ...]
-
-    @functools.cached_property
-    def _tree(self) -> _Split | int:
-        return self._node([number for number, weight in enumerate(self.weights) if weight])
-
-    def _node(self, numbers: Sequence[int]) -> _Split | int:
-        if len(numbers) == 1:
-            return numbers[0]
-        middle = (len(numbers) + 1) // 2
-        sides = numbers[:middle], numbers[middle:]
-        share, other = (sum(self.weights[number] for number in side) for side in sides)
-        left, right = map(self._node, sides)
-        return _Split(left, right, sides[1][0], share, share + other)
-
-    def count(self, number: int, n: int) -> int:
-        """Return how many of the first ``n`` places a source fills."""
-        node = self._tree
-        while not isinstance(node, int):
-            n_left = node.n_left(n)
-            if number < node.middle:
-                node = node.left
-                n = n_left
-            else:
-                node = node.right
-                n -= n_left
-        return n if node == number else 0
-
-    def counts(self, n: int) -> list[int]:
-        """Return how many of the first ``n`` places each source fills."""
-        return [self.count(number, n) for number in range(len(self.weights))]
-
-    def groups(self, places: Rows) -> Iterator[Group]:
-        """Yield the sources of places."""
-        yield from self._groups(self._tree, np.arange(len(places)), places)
-
-    def _groups(self, node: _Split | int, where: Rows, n: Rows) -> Iterator[Group]:
-        if isinstance(node, int):
-            if len(n):
-                yield node, where, n
-            return
-        before, is_left = node.cut(n)
-        left = is_left.nonzero()[0]
-        right = (~is_left).nonzero()[0]
-        yield from self._groups(node.left, where[left], before[left])
-        yield from self._groups(node.right, where[right], n[right] - before[right])
-
-
-@dataclass(frozen=True)
-class Interleaving:
-    """Sources that take turns evenly, with weights that may change at some places.
-
-    Args:
-        table: The first place and the weights of each part; the first part begins at place 0.
+        table: The first place and the weights of each part; the first part begins at place 0. The
+            weights are whole numbers, at least one of them above 0; their sum is at most 2**31.
     """
 
     table: tuple[tuple[int, tuple[int, ...]], ...]
 
     @functools.cached_property
-    def _starts(self) -> Rows:
-        return np.array([start for start, _ in self.table])
+    def _starts(self) -> list[int]:
+        return [start for start, _ in self.table]
 
     @functools.cached_property
-    def _turns(self) -> list[EvenTurns]:
-        return [EvenTurns(weights) for _, weights in self.table]
+    def _trees(self) -> list[_Split | int]:
+        return [
+            _split(weights, [number for number, weight in enumerate(weights) if weight])
+            for _, weights in self.table
+        ]
 
     @functools.cached_property
     def _before(self) -> list[list[int]]:
         """Number of places that each source fills before each part."""
         found = [[0] * len(self.table[0][1])]
-        spans = itertools.pairwise(start for start, _ in self.table)
-        for turns, (start, end) in zip(self._turns, spans, strict=False):
-            more = turns.counts(end - start)
-            found.append([a + b for a, b in zip(found[-1], more, strict=True)])
+        for part, end in enumerate(self._starts[1:]):
+            tree = self._trees[part]
+            n = end - self._starts[part]
+            found.append([a + _count(tree, number, n) for number, a in enumerate(found[-1])])
         return found
 
-    def counts(self, n: int) -> list[int]:
-        """Return how many of the first ``n`` places each source fills."""
-        return [self.before(number, n) for number in range(len(self.table[0][1]))]
-
-    def _part(self, n: int) -> int:
-        """Return the part of the table in which the first ``n`` places end."""
-        return max(0, bisect.bisect_left(self.table, n, key=lambda one: one[0]) - 1)
-
-    def groups(self, places: Rows) -> Iterator[Group]:
+    def groups(self, places: Rows) -> Iterator[tuple[int, Rows, Rows]]:
         """Yield the sources of some places, each with the places that it fills."""
+        numbers = np.arange(len(places))
         if len(self.table) == 1:
-            yield from self._turns[0].groups(places)
+            yield from _groups(self._trees[0], numbers, places)
             return
-        parts = self._starts.searchsorted(places, side="right") - 1
-        for part in np.unique(parts).tolist():
-            here = np.flatnonzero(parts == part)
-            before = self._before[part]
-            for number, where, n in self._turns[part].groups(places[here] - self.table[part][0]):
-                yield number, here[where], n + before[number]
+        parts = np.searchsorted(self._starts, places, side="right") - 1
+        for part, here in grouped(parts):
+            offsets = places[here] - self._starts[part]
+            for number, where, n in _groups(self._trees[part], numbers[here], offsets):
+                yield number, where, n + self._before[part][number]
 
     def before(self, number: int, place: int) -> int:
         """Return how many places before ``place`` a source fills."""
-        part = self._part(place)
-        begin = self.table[part][0]
-        return self._before[part][number] + self._turns[part].count(number, place - begin)
+        part = bisect.bisect_right(self._starts, place) - 1
+        offset = place - self._starts[part]
+        return self._before[part][number] + _count(self._trees[part], number, offset)
 
     def place(self, number: int, n: int) -> int | None:
         """Return the place that a source fills after ``n`` others; None if there is none."""
-        found = self.n_places(number, n + 1)
-        return None if found is None else found - 1
-
-    def n_places(self, number: int, n: int) -> int | None:
-        """Return the smallest number of places of which a source fills ``n``.
-
-        Returns:
-            The number of places, or None if the source never fills so many.
-        """
-        if self.before(number, _LAST) < n:
+        if self.before(number, _LAST) <= n:
             return None
-        return bisect.bisect_left(range(_LAST), n, key=functools.partial(self.before, number))
+        before = functools.partial(self.before, number)
+        return bisect.bisect_right(range(_LAST), n, key=before) - 1
 
 
 @dataclass(frozen=True)
@@ -239,12 +203,11 @@ class ShuffledTurns:
     salt: str
     end: int | None
 
-    def groups(self, places: Rows) -> Iterator[tuple[int, Rows | slice, Rows]]:
+    def groups(self, places: Rows) -> Iterator[Group]:
         """Yield the sources of some places, each with the places that it fills."""
-        windows = places // _WINDOW
         numbers = np.empty(len(places), np.int64)
         before = np.empty(len(places), np.int64)
-        for window, here in grouped(windows):
+        for window, here in grouped(places // _WINDOW):
             turns, counts = self._window(window)
             offsets = places[here] - window * _WINDOW
             numbers[here] = turns[offsets]
@@ -267,30 +230,25 @@ class ShuffledTurns:
             return None
         # Each window has as many places of a source as without the shuffle.
         window = even // _WINDOW
-        begin = window * _WINDOW
-        places = np.flatnonzero(self._window(window)[0] == number)
-        return begin + places.item(n - self.interleaving.before(number, begin))
+        turns, counts = self._window(window)
+        return window * _WINDOW + int(np.flatnonzero((turns == number) & (counts == n))[0])
 
     @functools.cached_property
-    def _window(self) -> Callable[[int], tuple[Rows, Rows]]:
+    def _window(self) -> Any:
         """Function that returns the source of each place of a window, and its places before."""
+        return functools.lru_cache(maxsize=4)(self._shuffled)
 
-        @functools.lru_cache(maxsize=4)
-        def window(number: int) -> tuple[Rows, Rows]:
-            begin = number * _WINDOW
-            stop = begin + _WINDOW if self.end is None else min(begin + _WINDOW, self.end)
-            turns = np.empty(stop - begin, np.int64)
-            counts = np.empty(stop - begin, np.int64)
-            first = dict[int, int]()
-            for source, where, n in self.interleaving.groups(np.arange(begin, stop)):
-                turns[where] = source
-                # A window in which the weights change has several groups of a source, ascending.
-                first.setdefault(source, n.item(0))
-            shuffle = permutation(len(turns), f"{self.salt}/{number}")
-            turns = turns[shuffle(np.arange(len(turns)))]
-            for source, count in first.items():
-                where = np.flatnonzero(turns == source)
-                counts[where] = np.arange(count, count + len(where))
-            return turns, counts
-
-        return window
+    def _shuffled(self, window: int) -> tuple[Rows, Rows]:
+        begin = window * _WINDOW
+        stop = begin + _WINDOW if self.end is None else min(begin + _WINDOW, self.end)
+        turns = np.empty(stop - begin, np.int64)
+        sources = set[int]()
+        for source, where, _ in self.interleaving.groups(np.arange(begin, stop)):
+            turns[where] = source
+            sources.add(source)
+        turns = turns[permutation(len(turns), f"{self.salt}/{window}")(np.arange(len(turns)))]
+        counts = np.empty_like(turns)
+        for source in sources:
+            where = np.flatnonzero(turns == source)
+            counts[where] = self.interleaving.before(source, begin) + np.arange(len(where))
+        return turns, counts

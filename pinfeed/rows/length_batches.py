@@ -7,20 +7,19 @@ from windows of consecutive rows, and shuffled within their window, or from all 
 
 from __future__ import annotations
 
-import functools
 import itertools
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Arrays, KnownOrder, Order, Rows, Sequential, check_order
-from pinfeed.rows.packing import Places
+from pinfeed.rows.orders import Arrays, KeptArray, KnownOrder, Order, Rows, Sequential, check_order
 from pinfeed.rows.row_lengths import checked_lengths
+from pinfeed.rows.runs import Places
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
@@ -42,8 +41,11 @@ class Mark(NamedTuple):
 
 
 START = Mark(0, 0, 0)
+Note = Callable[[Mark], object]
+"""A function that is called with later marks, each before its unit is yielded."""
 
 
+@dataclass(eq=False)
 class LengthBatches(ABC, Generic[Unit]):
     """Iterable over the batches of one epoch, as row indices.
 
@@ -51,64 +53,46 @@ class LengthBatches(ABC, Generic[Unit]):
     batches differs between the epochs of a shuffled order. Ranks share the units of an epoch.
 
     Args:
-        lengths: Number of elements of each row, shape (n_rows,).
+        kept_lengths: Number of elements of each row.
         max_elements: Most elements of a unit.
-        order: Order of the rows; None is the order of the store.
+        order: Order of the rows.
         window: Number of consecutive rows of ``order`` that may change places; None without this.
         seed: Seed of the shuffle of the units of a window.
         drop_last: Whether to leave out what is not full.
+        n_units: Number of units of a batch. A state can be loaded with any number.
 
     Attributes:
         batch_size: Most rows that a batch can have.
         epoch: Epoch whose batches the next iteration yields.
-        lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         row_nbytes: Most bytes of a row of a window while its batches are planned, as measured.
         name: Name of the function of ``pinfeed.rows`` that returns the batches.
         units_name: The user's word for units. In a state, it is the key of their position.
         unit_name: The user's word for one unit.
         salt: Word that tells the shuffles of these units from other shuffles.
-        n_units: Number of units of a batch.
         is_exact: Whether the rows must have exactly these lengths, not at most.
     """
 
-    batch_size: int
-    row_nbytes: int
-    name: str
-    units_name: str
-    unit_name: str
-    salt: str
-    n_units: int = 1
-    is_exact = False
+    kept_lengths: KeptArray
+    max_elements: int
+    order: KnownOrder
+    window: int | None
+    seed: int
+    drop_last: bool
+    n_units: int = field(repr=False)
+    batch_size: int = field(init=False, repr=False)
+    epoch: int = field(init=False, repr=False, default=0)
 
-    def __init__(
-        self,
-        lengths: Any,
-        max_elements: int,
-        order: Order | None,
-        window: int | None,
-        seed: int,
-        drop_last: bool,
-    ) -> None:
-        self.max_elements = whole_number(max_elements, "max_elements")
-        self.window = None if window is None else whole_number(window, "window")
-        self.seed = check_seed(seed)
-        check_flag(drop_last, "drop_last")
-        self.drop_last = bool(drop_last)
-        self.lengths = checked_lengths(lengths)
-        self.order: KnownOrder = Sequential() if order is None else check_order(order)
-        self.epoch = 0
-
-    def __repr__(self) -> str:
-        options = "".join(f"{name}={value!r}, " for name, value in self.options.items())
-        return (
-            f"{self.name}(<{len(self.lengths)} lengths>, {self.max_elements}, {options}order="
-            f"{self.order!r}, window={self.window}, seed={self.seed}, drop_last={self.drop_last})"
-        )
+    row_nbytes: ClassVar[int]
+    name: ClassVar[str]
+    units_name: ClassVar[str]
+    unit_name: ClassVar[str]
+    salt: ClassVar[str]
+    is_exact: ClassVar[bool] = False
 
     @property
-    @abstractmethod
-    def options(self) -> dict[str, Any]:
-        """Arguments that determine the units in addition to those of this class."""
+    def lengths(self) -> Rows:
+        """Number of elements of each row, shape (n_rows,), int64, read-only."""
+        return self.kept_lengths.values
 
     def __iter__(self) -> Iterator[Rows]:
         return self._batches(self.epoch)
@@ -127,7 +111,7 @@ class LengthBatches(ABC, Generic[Unit]):
 
     def _batches(self, epoch: int) -> Iterator[Rows]:
         """Yield the row indices of each batch of an epoch."""
-        units = self.units(epoch, START, lambda mark: None)
+        units = self.units(epoch)
         while batch := list(itertools.islice(units, self.n_units)):
             # The last batch may have fewer units.
             if len(batch) == self.n_units or not self.drop_last:
@@ -143,23 +127,51 @@ class LengthBatches(ABC, Generic[Unit]):
         """Arrays that the batches and their order keep."""
         return (self.lengths, *self.order.kept_arrays)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly if a unit has the same number and elements."""
-        checksum = zlib.crc32(self.lengths.tobytes())
-        return {"order": repr(self), "lengths": checksum, "n_rows": len(self.lengths)}
+        return {"order": repr(self), "n_rows": len(self.lengths)}
 
-    def require_rows(self, n_rows: int) -> None:
-        """Check that the source has ``n_rows`` rows.
+    def require_rows(self, n_rows: int, name: str = "the source") -> None:
+        """Check that a source has as many rows as there are lengths.
+
+        Args:
+            n_rows: Number of rows of the source.
+            name: Name of the source in errors.
 
         Raises:
-            ArgumentError: If this is not the number of lengths.
+            ArgumentError: If the numbers differ.
         """
         if len(self.lengths) != n_rows:
             raise ArgumentError(
-                f"rows={self!r}: {len(self.lengths):,} lengths for {n_rows:,} rows; expected a "
-                "length for each row of the source"
+                f"rows={self.name}(...) has {len(self.lengths):,} lengths, but {name} has "
+                f"{n_rows:,} rows; expected a length for each row; {self._advice}"
             )
+
+    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
+        """Check that the batches of rows of these lengths are as planned.
+
+        Args:
+            lengths: Number of elements of each row, shape (n_rows,).
+            name: Name of the rows in errors.
+
+        Raises:
+            ArgumentError: If the number of rows differs, or a row is longer than its entry in
+                ``self.lengths``; if ``is_exact``, also if it is shorter.
+        """
+        self.require_rows(len(lengths), name)
+        is_wrong = lengths != self.lengths if self.is_exact else lengths > self.lengths
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            expected = "equally many" if self.is_exact else "at least as many"
+            raise ArgumentError(
+                f"rows={self.name}(...) has length {self.lengths[row]:,} for row {row}, but the "
+                f"row has {lengths[row]:,} elements in {name}; expected {expected}; {self._advice}"
+            )
+
+    @property
+    def _advice(self) -> str:
+        return f"give {self.name} the lengths of this store (store.lengths)"
 
     def _require_fit(self, advice: str) -> None:
         """Raise ArgumentError if the longest row has more elements than a unit."""
@@ -175,41 +187,27 @@ class LengthBatches(ABC, Generic[Unit]):
     def most_elements(self, *, padded: bool) -> int | None:
         """Return the bound on the elements of a batch, padded or not; None if there is none."""
 
-    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
-        """Check that the batches of rows of these lengths are as planned.
-
-        Args:
-            lengths: Number of elements of each row, shape (n_rows,).
-            name: Name of the rows in errors.
-
-        Raises:
-            ArgumentError: If the number of rows differs, or a row is longer than its entry in
-                ``self.lengths``; if ``is_exact``, also if it is shorter.
-        """
-        advice = f"give {self.name} the lengths of this store (store.lengths)"
-        if len(lengths) != len(self.lengths):
-            raise ArgumentError(
-                f"rows={self!r} has {len(self.lengths):,} lengths, but {name} has "
-                f"{len(lengths):,} rows; expected a length for each row; {advice}"
-            )
-        is_wrong = lengths != self.lengths if self.is_exact else lengths > self.lengths
-        if is_wrong.any():
-            row = int(is_wrong.argmax())
-            expected = "equally many" if self.is_exact else "at least as many"
-            raise ArgumentError(
-                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
-                f"{lengths[row]:,} elements in {name}; expected {expected}; {advice}"
-            )
-
-    @abstractmethod
-    def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Unit]:
-        """Yield the units of an epoch from a mark on.
+    def units(
+        self, epoch: int, mark: Mark = START, note: Note = lambda mark: None
+    ) -> Iterator[Unit]:
+        """Yield the units of an epoch.
 
         Args:
             epoch: Number of the epoch.
-            mark: A mark of this epoch.
-            note: Called with later marks, each before its unit is yielded.
+            mark: A mark of this epoch, with whose unit to begin.
+            note: Called with later marks.
         """
+        cut = self._units_in_order if self.is_in_order else self._units_of_windows
+        return cut(epoch, mark, note)
+
+    @property
+    @abstractmethod
+    def is_in_order(self) -> bool:
+        """Whether units follow the order of the rows, so that no window is cut on its own."""
+
+    @abstractmethod
+    def _units_in_order(self, epoch: int, mark: Mark, note: Note) -> Iterator[Unit]:
+        """Yield the units of an epoch, like ``units``, in the order of the rows."""
 
     @abstractmethod
     def cut_window(self, rows: Rows, salt: str) -> Iterator[Unit]:
@@ -220,9 +218,7 @@ class LengthBatches(ABC, Generic[Unit]):
             salt: Text that the shuffle is a function of.
         """
 
-    def _units_of_windows(
-        self, epoch: int, mark: Mark, note: Callable[[Mark], None]
-    ) -> Iterator[Unit]:
+    def _units_of_windows(self, epoch: int, mark: Mark, note: Note) -> Iterator[Unit]:
         """Yield the units of an epoch, like ``units``, if each window is cut on its own."""
         unit = mark.unit
         for number, rows in self._windows_from(epoch, mark.window):
@@ -271,10 +267,55 @@ class LengthBatches(ABC, Generic[Unit]):
         if found is None:
             return None, 0, 0
         stop = self.order.length(n_rows)
-        position = mark.skip
         if self.window is not None:
             # Rows leave their places, but not their window.
             found = WidenedWindows(found, self.window, stop)
-            position = mark.window * self.window
-        units = itertools.islice(self.units(epoch, mark, lambda mark: None), start - mark.unit)
-        return found, position + sum(map(self.n_begun, units)), stop
+        position = self.position_of(mark)
+        for _, end in itertools.islice(self.placed_units(epoch, mark), start - mark.unit):
+            position = end
+        return found, position, stop
+
+    def placed_units(
+        self, epoch: int, mark: Mark, note: Note = lambda mark: None
+    ) -> Iterator[tuple[Unit, int]]:
+        """Yield the units of an epoch, like ``units``, each with the position after its rows."""
+        position = self.position_of(mark)
+
+        def noted(mark: Mark) -> None:
+            nonlocal position
+            # Rows of the last window may be in no unit.
+            if self.window is not None and not mark.skip:
+                position = self.position_of(mark)
+            note(mark)
+
+        for unit in self.units(epoch, mark, noted):
+            position += self.n_begun(unit)
+            yield unit, position
+
+    def position_of(self, mark: Mark) -> int:
+        """Return the position of the order with which the window or the unit of a mark begins."""
+        return mark.skip if self.window is None else mark.window * self.window
+
+
+def checked_arguments(
+    lengths: npt.ArrayLike,
+    max_elements: int,
+    order: Order | None,
+    window: int | None,
+    seed: int,
+    drop_last: bool,
+) -> tuple[KeptArray, int, KnownOrder, int | None, int, bool]:
+    """Check the arguments that both kinds of batches have, and return their first fields.
+
+    Raises:
+        ArgumentError: If an argument is invalid.
+    """
+    check_flag(drop_last, "drop_last")
+    return (
+        KeptArray.of(checked_lengths(lengths)),
+        whole_number(max_elements, "max_elements"),
+        Sequential() if order is None else check_order(order),
+        None if window is None else whole_number(window, "window"),
+        check_seed(seed),
+        bool(drop_last),
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from pinfeed.rows.interleaving import Interleaving, ShuffledTurns
-from pinfeed.rows.orders import At, KnownOrder, Rows, grouped
+from pinfeed.rows.orders import At, KnownOrder, by_window
 from pinfeed.rows.windows import Interval, Window, Windows
 
 # Orders of passes that are kept; a batch rarely needs more.
@@ -37,19 +37,11 @@ class MixedSource:
     def bind(self) -> At:
         """Return the function from draws to rows of the mixture."""
 
-        # Consecutive batches need the same pass.
-        @functools.lru_cache(maxsize=_N_KEPT)
-        def of_pass(number: int) -> At:
-            return self.order.bind(self.size, self.first_pass + number)
+        def bind_pass(number: int) -> tuple[int, At]:
+            at = self.order.bind(self.size, self.first_pass + number)
+            return number * self.n_draws, lambda draws: at(draws) + self.first_row
 
-        def at(draws: Rows) -> Rows:
-            passes = draws // self.n_draws
-            rows = draws - passes * self.n_draws
-            for number, here in grouped(passes):
-                rows[here] = of_pass(number)(rows[here])
-            return rows + self.first_row
-
-        return at
+        return by_window(lambda draws: draws // self.n_draws, bind_pass, _N_KEPT)
 
     def windows_of(self, number: int) -> Windows | None:
         """Return the windows of a pass, whose positions are draws of the pass; None without."""
@@ -149,8 +141,8 @@ class MixedWindows:
         turn, offset = divmod(self.start + position, self.batch_size)
         before = self.turns.before(number, turn)
         # A turn that has begun is one of the source if there is one turn more after it.
-        is_its = offset and self.turns.before(number, turn + 1) > before
-        return before * self.batch_size + offset * bool(is_its)
+        is_its = self.turns.before(number, turn + 1) > before
+        return before * self.batch_size + offset * is_its
 
     def _position(self, number: int, draw: int) -> int:
         """Return the position of a draw; the length of the epoch if there is none."""

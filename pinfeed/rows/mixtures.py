@@ -12,7 +12,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.interleaving import Interleaving, ShuffledTurns, whole_weights
 from pinfeed.rows.mixed_sources import MixedSource, MixedWindows
-from pinfeed.rows.orders import At, KnownOrder, Order, Rows, Shuffled
+from pinfeed.rows.orders import At, KnownOrder, Order, Rows, Shuffled, check_n_rows
 from pinfeed.rows.ranks import check_inner
 from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
@@ -82,10 +82,11 @@ def mixed(
     run = 1 if batch_size is None else whole_number(batch_size, "batch_size")
     n_draws = _n_draws(names, sizes, orders)
     given = dict(zip(names, n_draws, strict=True)) if weights is None else weights
-    table = _table(given, names, run)
+    turns = Interleaving(_table(given, names, run))
     end: Until = until if until in ("first", "all") else _epoch_rows(until, run)
-    made = Mixed(names, sizes, table, end, orders, run, seed if randomly else None)
-    made.require_end()
+    made = Mixed(names, sizes, orders, n_draws, turns, end, run, seed if randomly else None)
+    # An epoch must end, and have a whole turn of each source.
+    made.length(sum(sizes))
     return made
 
 
@@ -97,13 +98,15 @@ class Mixed(KnownOrder):
     """Names of the sources."""
     sizes: tuple[int, ...]
     """Number of rows of each source."""
-    weights: tuple[tuple[int, tuple[int, ...]], ...]
-    """Positions, and the whole-number weights of the sources from there on."""
-    until: Until
     orders: tuple[KnownOrder, ...]
     """Order of the rows of each source."""
+    n_draws: tuple[int, ...]
+    """Number of rows of a pass over each source."""
+    turns: Interleaving
+    """The sources of turns, before these are shuffled."""
+    until: Until
     batch_size: int
-    """Number of consecutive rows from the same source."""
+    """Number of consecutive rows from the same source, which are one turn."""
     seed: int | None
     """Seed of random turns; None for even turns."""
 
@@ -152,7 +155,7 @@ class Mixed(KnownOrder):
     @property
     def most_copies(self) -> int | None:
         most = 0
-        for order, n, n_passes in zip(self.orders, self._n_draws, self._n_passes, strict=True):
+        for order, n, n_passes in zip(self.orders, self.n_draws, self._n_passes, strict=True):
             copies = order.most_copies
             if copies is None:
                 return None
@@ -161,41 +164,19 @@ class Mixed(KnownOrder):
             most = max(most, copies * passes)
         return most
 
-    def require_end(self) -> None:
-        """Raise ArgumentError if a source has no whole turn, or if an epoch would not end."""
-        short = min(self._n_draws)
-        if self.until == "first" and short < self.batch_size:
-            name = self.names[self._n_draws.index(short)]
-            raise ArgumentError(
-                f"until='first': source {name!r} has {short} rows, fewer than "
-                f"batch_size={self.batch_size}; give a smaller batch_size, or until='all'"
-            )
-        self.length(sum(self.sizes))
-
     @functools.cached_property
     def _ends(self) -> Rows:
         """Row after the last one of each source, shape (n_sources,)."""
         return np.cumsum(self.sizes)
 
-    @functools.cached_property
-    def _n_draws(self) -> tuple[int, ...]:
-        """Number of rows of a pass over each source."""
-        return _n_draws(self.names, self.sizes, self.orders)
-
-    @functools.cached_property
-    def _turns(self) -> Interleaving:
-        return Interleaving(
-            tuple((start // self.batch_size, weights) for start, weights in self.weights)
-        )
-
     def _turns_of(self, epoch: int) -> Interleaving | ShuffledTurns:
         """Return the turns of an epoch."""
         if self.seed is None:
-            return self._turns
+            return self.turns
         # Turns of an endless run do not depend on its division into epochs.
-        salt = f"{self.seed}/turns" if self._is_endless else f"{self.seed}/{epoch}/turns"
-        end = None if self._is_endless else self._length // self.batch_size
-        return ShuffledTurns(self._turns, salt, end)
+        if self._is_endless:
+            return ShuffledTurns(self.turns, f"{self.seed}/turns", None)
+        return ShuffledTurns(self.turns, f"{self.seed}/{epoch}/turns", self._n_turns)
 
     def _start(self, epoch: int) -> int:
         """Return the place of position 0 of an epoch in the sequence of all turns."""
@@ -206,34 +187,42 @@ class Mixed(KnownOrder):
         """Whether the sources continue in the next epoch where they stopped."""
         return isinstance(self.until, int)
 
-    @functools.cached_property
+    @property
     def _length(self) -> int:
         """Number of rows of an epoch."""
-        if isinstance(self.until, int):
-            return self.until
-        turns = self._turns
+        return self.until if isinstance(self.until, int) else self._n_turns * self.batch_size
+
+    @functools.cached_property
+    def _n_turns(self) -> int:
+        """Number of turns of an epoch that the rows of the sources end."""
         run = self.batch_size
         if self.until == "first":
+            short = min(self.n_draws)
+            if short < run:
+                raise ArgumentError(
+                    f"until='first': source {self.names[self.n_draws.index(short)]!r} has {short} "
+                    f"rows, fewer than batch_size={run}; give a smaller batch_size, or until='all'"
+                )
             # A source with n rows cannot take turn n // run + 1.
-            ends = [turns.n_places(i, n // run + 1) for i, n in enumerate(self._n_draws)]
-            return (min(end for end in ends if end is not None) - 1) * run
-        ends = [turns.n_places(i, -(-n // run)) for i, n in enumerate(self._n_draws)]
-        for name, end in zip(self.names, ends, strict=True):
-            if end is None:
+            ends = [self.turns.place(i, n // run) for i, n in enumerate(self.n_draws)]
+            return min(end for end in ends if end is not None)
+        lasts = [self.turns.place(i, -(-n // run) - 1) for i, n in enumerate(self.n_draws)]
+        for name, last in zip(self.names, lasts, strict=True):
+            if last is None:
                 raise ArgumentError(
                     f"until='all': the weights are 0 for source {name!r} before all of its rows "
                     "were seen, so an epoch would not end; expected a weight above 0; give one, or "
                     "leave out the source"
                 )
-        return max(end for end in ends if end is not None) * run
+        return max(last for last in lasts if last is not None) + 1
 
     @functools.cached_property
     def _n_passes(self) -> list[int]:
         """Number of passes over each source that an epoch begins; each has its own order."""
         if self._is_endless:
             return [1] * len(self.names)
-        counts = self._turns.counts(self._length // self.batch_size)
-        pairs = zip(counts, self._n_draws, strict=True)
+        counts = [self.turns.before(i, self._n_turns) for i in range(len(self.names))]
+        pairs = zip(counts, self.n_draws, strict=True)
         return [max(1, -(-count * self.batch_size // n)) for count, n in pairs]
 
     def _sources(self, epoch: int) -> list[MixedSource]:
@@ -242,28 +231,24 @@ class Mixed(KnownOrder):
         Pass ``k`` of a source has the order of epoch ``epoch * n_passes + k``, or of epoch ``k`` if
         the sources continue over epochs.
         """
-        firsts = (self._ends - self.sizes).tolist()
-        found = []
-        for number, order in enumerate(self.orders):
-            n_passes = self._n_passes[number]
-            first_pass = 0 if self._is_endless else epoch * n_passes
-            is_repeated = self._is_endless or n_passes > 1
-            size = self.sizes[number]
-            n_draws = self._n_draws[number]
-            found.append(
-                MixedSource(number, order, size, firsts[number], n_draws, first_pass, is_repeated)
+        return [
+            MixedSource(
+                number,
+                self.orders[number],
+                size,
+                first_row=self._ends.item(number) - size,
+                n_draws=self.n_draws[number],
+                first_pass=0 if self._is_endless else epoch * self._n_passes[number],
+                is_repeated=self._is_endless or self._n_passes[number] > 1,
             )
-        return found
+            for number, size in enumerate(self.sizes)
+        ]
 
     def _require(self, n_rows: int) -> None:
-        total = sum(self.sizes)
-        if n_rows != total:
-            sizes = ", ".join(f"{a} {n:,}" for a, n in zip(self.names, self.sizes, strict=True))
-            raise ArgumentError(
-                f"mixed(...) has sources with {total:,} rows ({sizes}), but is used for "
-                f"{n_rows:,} rows; expected the same sources; give pinfeed.concat(sources) to the "
-                "feeder"
-            )
+        sizes = ", ".join(f"{a} {n:,}" for a, n in zip(self.names, self.sizes, strict=True))
+        text = f"mixed(...) has sources ({sizes}) of together"
+        advice = "the same sources; give pinfeed.concat(sources) to the feeder"
+        check_n_rows(n_rows, sum(self.sizes), text, advice)
 
 
 def _check_sources(sources: Any) -> None:
@@ -331,7 +316,7 @@ def _n_draws(
 
 
 def _table(weights: Any, names: Sequence[str], run: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return positions, and the weights of the sources from there on, as whole numbers."""
+    """Return turns of ``run`` rows, and the weights of the sources from there on."""
     if isinstance(weights, Mapping):
         return ((0, whole_weights(weights, names)),)
     try:
@@ -349,7 +334,7 @@ def _table(weights: Any, names: Sequence[str], run: int) -> tuple[tuple[int, tup
             f"weights change at the positions {starts}; expected multiples of batch_size={run}, "
             "below 2**60"
         )
-    return tuple((start, whole_weights(one, names)) for start, one in parts)
+    return tuple((start // run, whole_weights(one, names)) for start, one in parts)
 
 
 def _epoch_rows(until: Any, run: int) -> int:

@@ -12,8 +12,9 @@ and the memory that it keeps. ``known`` adds this to an order of the user, and c
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -117,9 +118,9 @@ class KnownOrder(ABC):
     Its rows are in range, in new arrays of int64. By default, the properties follow from ``parts``.
     """
 
-    @abstractmethod
     def length(self, n_rows: int) -> int:
-        """Return the number of rows in one epoch over ``n_rows`` rows."""
+        """Return the number of rows in one epoch over ``n_rows`` rows; by default, all of them."""
+        return n_rows
 
     @abstractmethod
     def bind(self, n_rows: int, epoch: int) -> At:
@@ -141,13 +142,14 @@ class KnownOrder(ABC):
 
     @property
     def parts(self) -> tuple[KnownOrder, ...]:
-        """The orders of which this one is made."""
-        return ()
+        """The orders of which this one is made; by default, those among its fields."""
+        return tuple(value for value in vars(self).values() if isinstance(value, KnownOrder))
 
     @property
     def arrays(self) -> Arrays:
-        """Arrays that this order keeps besides those of its parts."""
-        return ()
+        """Arrays that this order keeps besides those of its parts; by default, its fields."""
+        fields = vars(self).values()
+        return tuple(value.values for value in fields if isinstance(value, KeptArray))
 
     @property
     def most_copies(self) -> int | None:
@@ -174,10 +176,6 @@ class DerivedOrder(KnownOrder):
         return self.order.length(n_rows)
 
     @property
-    def parts(self) -> tuple[KnownOrder, ...]:
-        return (self.order,)
-
-    @property
     def most_copies(self) -> int | None:
         return self.order.most_copies
 
@@ -187,9 +185,6 @@ class Sequential(KnownOrder):
     """Rows in the order of the store."""
 
     is_repeatable = True
-
-    def length(self, n_rows: int) -> int:
-        return n_rows
 
     def bind(self, n_rows: int, epoch: int) -> At:
         return lambda positions: positions
@@ -202,9 +197,6 @@ class Shuffled(KnownOrder):
     seed: int
 
     is_repeatable = True
-
-    def length(self, n_rows: int) -> int:
-        return n_rows
 
     def bind(self, n_rows: int, epoch: int) -> At:
         return permutation(n_rows, f"{self.seed}/{epoch}")
@@ -255,9 +247,8 @@ class UserOrder(KnownOrder):
         return getattr(self.order, "in_blocks", False)
 
     @property
-    def kept_arrays(self) -> Arrays:
-        arrays: Arrays = getattr(self.order, "kept_arrays", ())
-        return arrays
+    def arrays(self) -> Arrays:
+        return getattr(self.order, "kept_arrays", ())
 
     @property
     def window_nbytes(self) -> int:
@@ -295,14 +286,50 @@ class KeptArray:
     """An array that an order keeps. Saved states contain ``repr``, so it has a checksum."""
 
     n: int
-    """Number of elements."""
-    crc32: int
-    values: Rows = field(repr=False, compare=False)
+    """Number of elements of its first axis."""
+    digest: str
+    values: npt.NDArray[Any] = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, values: Rows) -> KeptArray:
-        """Return the array with its checksum."""
-        return cls(len(values), zlib.crc32(values.tobytes()), values)
+    def of(cls, values: npt.NDArray[Any]) -> KeptArray:
+        """Return a contiguous array with its checksum."""
+        return cls(len(values), hashlib.blake2b(values.data, digest_size=16).hexdigest(), values)
+
+
+def check_n_rows(n_rows: int, expected: int, text: str, advice: str) -> None:
+    """Raise ArgumentError if an order is used for another number of rows than it is made for.
+
+    Args:
+        n_rows: Number of rows for which it is used.
+        expected: Number of rows for which it is made.
+        text: The order, and what in it has the expected number of rows.
+        advice: Text that says which rows the order expects.
+    """
+    if n_rows != expected:
+        raise ArgumentError(
+            f"{text} {expected:,} rows, but is used for {n_rows:,} rows; expected {advice}"
+        )
+
+
+def by_window(window_of: At, bind_window: Callable[[int], tuple[int, At]], n_kept: int = 1) -> At:
+    """Return a function of positions that computes one window of positions after the other.
+
+    Args:
+        window_of: Returns the number of the window of each position.
+        bind_window: Returns the first position of a window, and the function from positions in the
+            window to results.
+        n_kept: Number of windows that are kept for later calls; consecutive batches need the same.
+    """
+    bind_window = functools.lru_cache(maxsize=n_kept)(bind_window)
+
+    def at(positions: Rows) -> Rows:
+        found = np.empty(len(positions), np.int64)
+        for number, here in grouped(window_of(positions)):
+            begin, in_window = bind_window(number)
+            found[here] = in_window(positions[here] - begin)
+        return found
+
+    return at
 
 
 def grouped(numbers: Rows) -> Iterator[tuple[int, Rows | slice]]:

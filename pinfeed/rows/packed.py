@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.length_batches import START, LengthBatches, Mark
+from pinfeed.rows.length_batches import LengthBatches, Mark, Note, checked_arguments
 from pinfeed.rows.orders import Order, Rows
-from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import RowLengths
+from pinfeed.rows.runs import Places
 from pinfeed.validation.arguments import check_choice, whole_number
 
 Split = Literal["never", "long", "always"]
-
-_SPLITS = ("never", "long", "always")
 
 
 def packed(
@@ -71,10 +71,13 @@ def packed(
         ...         print(sorted(batch.values.tolist()))
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return Packed(batch_size, split, lengths, max_elements, order, window, seed, drop_last)
+    check_choice(split, "split", get_args(Split))
+    common = checked_arguments(lengths, max_elements, order, window, seed, drop_last)
+    return Packed(*common, whole_number(batch_size, "batch_size"), split)
 
 
-class Packed(LengthBatches[Pieces]):
+@dataclass(eq=False)
+class Packed(LengthBatches["Pieces"]):
     """Iterable over the batches of one epoch, as row indices; see ``packed``.
 
     A feeder sets its epoch, as it does for a sampler. A window is planned when its first sequence
@@ -86,28 +89,25 @@ class Packed(LengthBatches[Pieces]):
         drop_last: Whether to leave out a last batch or sequence that is not full.
     """
 
+    split: Split
+
     name = "packed"
     units_name = "sequences"
     unit_name = "sequence"
     salt = "packed"
-    window: int
     is_exact = True
     row_nbytes = 184
 
-    def __init__(self, batch_size: int, split: Split, *common: Any) -> None:
-        self.n_units = whole_number(batch_size, "batch_size")
-        check_choice(split, "split", _SPLITS)
-        self._split = split
-        super().__init__(*common)
-        if split == "never":
+    def __post_init__(self) -> None:
+        if self.split == "never":
             self._require_fit("give split='long' to cut longer rows, or raise max_elements")
         if not self.lengths.any():
             raise ArgumentError("lengths: all rows have 0 elements; expected elements to pack")
         self.batch_size = self._most_pieces()
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"split": self._split}
+    def is_in_order(self) -> bool:
+        return self.split == "always"
 
     def most_elements(self, *, padded: bool) -> int | None:
         return None if padded else self.n_units * self.max_elements
@@ -122,11 +122,12 @@ class Packed(LengthBatches[Pieces]):
             epoch: Number of the epoch.
             most_rows: Number of rows after which the count ends, rounded up to whole windows.
         """
+        assert self.window is not None
         most_windows = -(-whole_number(most_rows, "most_rows") // self.window)
         n = 0
         n_elements = 0
         marks: list[Mark] = []
-        for pieces in self.units(epoch, START, marks.append):
+        for pieces in self.units(epoch, note=marks.append):
             if len(marks) > most_windows:
                 break
             n += 1
@@ -134,11 +135,10 @@ class Packed(LengthBatches[Pieces]):
         return n_elements / (n * self.max_elements) if n else 0.0
 
     def rows_of(self, units: list[Pieces]) -> Rows:
-        return np.concatenate([one.rows for one in units])
+        return Pieces.joined(units).rows
 
     def places_of(self, units: list[Pieces]) -> Places:
-        begins = np.concatenate([one.begins for one in units])
-        lengths = np.concatenate([one.lengths for one in units])
+        _, begins, lengths = Pieces.joined(units)
         counts = [len(one.rows) for one in units]
         ends = np.cumsum(lengths)
         firsts = np.cumsum([0, *counts[:-1]])
@@ -147,11 +147,6 @@ class Packed(LengthBatches[Pieces]):
         numbers = np.repeat(np.arange(len(units)), counts)
         places = ends - lengths - before + numbers * self.max_elements
         return Places(begins, lengths, places, (len(units), self.max_elements))
-
-    def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
-        if self._split == "always":
-            return self._runs(epoch, mark, note)
-        return self._units_of_windows(epoch, mark, note)
 
     def cut_window(self, rows: Rows, salt: str) -> Iterator[Pieces]:
         most = self.max_elements
@@ -169,7 +164,7 @@ class Packed(LengthBatches[Pieces]):
         for begin, end in zip([0, *ends], ends, strict=False):
             yield pieces.take(slice(begin, end))
 
-    def _runs(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
+    def _units_in_order(self, epoch: int, mark: Mark, note: Note) -> Iterator[Pieces]:
         most = self.max_elements
         n = mark.unit
         skip = mark.skip
@@ -208,7 +203,7 @@ class Packed(LengthBatches[Pieces]):
         """Return the most pieces that a batch can have."""
         most = self.max_elements
         kept = self.lengths[self.lengths > 0]
-        if self._split == "long":
+        if self.split == "long":
             rests = kept % most
             kept = np.append(rests[rests > 0], most)
         table = RowLengths(kept)
@@ -217,5 +212,82 @@ class Packed(LengthBatches[Pieces]):
         )
         # A batch of a run of elements has its first row, and one at the end of each sequence, in
         # addition to whole rows.
-        cuts = self.n_units + 1 if self._split == "always" else self.n_units
+        cuts = self.n_units + 1 if self.is_in_order else self.n_units
         return fitting + cuts
+
+
+class Pieces(NamedTuple):
+    """Parts of rows. All arrays have shape (n,), int64."""
+
+    rows: Rows
+    """Row of each piece."""
+    begins: Rows
+    """First element of the piece in its row."""
+    lengths: Rows
+    """Number of elements, at least 1."""
+
+    def take(self, which: Rows | slice) -> Pieces:
+        """Return some of the pieces."""
+        return Pieces(*(array[which] for array in self))
+
+    @classmethod
+    def joined(cls, parts: list[Pieces]) -> Pieces:
+        """Return the pieces of all parts, one part after the other."""
+        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def cut_rows(rows: Rows, lengths: Rows, starts: Rows, most: int) -> tuple[Pieces, Rows]:
+    """Cut rows that lie one after the other at the multiples of a length.
+
+    Args:
+        rows: Row indices, shape (n,).
+        lengths: Number of elements of each row, at least 1, shape (n,).
+        starts: Position of each row, ascending, shape (n,).
+        most: Length of a sequence.
+
+    Returns:
+        The pieces, and the number of the sequence in which each of them is.
+    """
+    stops = starts + lengths
+    first = starts // most
+    counts = (stops - 1) // most - first + 1
+    index = np.repeat(np.arange(len(rows)), counts)
+    numbers = np.arange(len(index)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    begins = np.maximum(starts[index], numbers * most)
+    ends = np.minimum(stops[index], (numbers + 1) * most)
+    return Pieces(rows[index], begins - starts[index], ends - begins), numbers
+
+
+def best_fit(lengths: Rows, most: int) -> Rows:
+    """Assign pieces to as few sequences as best fit decreasing finds.
+
+    The longest piece is first. Each piece is put in the sequence with the least room that is
+    enough, or in a new one (Johnson, "Near-Optimal Bin Packing Algorithms", 1973).
+
+    Args:
+        lengths: Number of elements of each piece, at most ``most``, shape (n,).
+        most: Length of a sequence.
+
+    Returns:
+        The sequence of each piece, numbered from 0 on, shape (n,).
+    """
+    order = np.argsort(-lengths, kind="stable")
+    n_bits = len(lengths).bit_length()
+    mask = (1 << n_bits) - 1
+    # Open sequences in ascending order: the room is in the high bits, the number in the low ones.
+    rooms: list[int] = []
+    found: list[int] = []
+    n = 0
+    for length in lengths[order].tolist():
+        i = bisect_left(rooms, length << n_bits)
+        if i < len(rooms):
+            room = rooms.pop(i) - (length << n_bits)
+        else:
+            room = (most - length) << n_bits | n
+            n += 1
+        found.append(room & mask)
+        if room > mask:
+            insort(rooms, room)
+    sequences = np.empty(len(lengths), np.int64)
+    sequences[order] = found
+    return sequences

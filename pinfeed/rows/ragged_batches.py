@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.rows.length_batches import LengthBatches, Mark
+from pinfeed.rows.length_batches import LengthBatches, Mark, Note, checked_arguments
 from pinfeed.rows.orders import Order, Rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import RowLengths, longest_first
@@ -68,9 +67,13 @@ def element_batches(
         ...     [values.tolist() for values, offsets in feeder]
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return ElementBatches(batch_size, padded, lengths, max_elements, order, window, seed, drop_last)
+    check_flag(padded, "padded")
+    most_rows = None if batch_size is None else whole_number(batch_size, "batch_size")
+    common = checked_arguments(lengths, max_elements, order, window, seed, drop_last)
+    return ElementBatches(*common, 1, most_rows, bool(padded))
 
 
+@dataclass(eq=False)
 class ElementBatches(LengthBatches[Rows]):
     """Iterable over the batches of one epoch, as row indices; see ``element_batches``.
 
@@ -82,27 +85,27 @@ class ElementBatches(LengthBatches[Rows]):
         drop_last: Whether to leave out a last batch in which another row would fit.
     """
 
+    most_rows: int | None
+    """Most rows of a batch that the user allows; None for any number."""
+    padded: bool
+
     name = "element_batches"
     units_name = "batches"
     unit_name = "batch"
     salt = "elements"
     row_nbytes = 72
 
-    def __init__(self, batch_size: int | None, padded: bool, *common: Any) -> None:
-        check_flag(padded, "padded")
-        self.padded = bool(padded)
-        self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
-        super().__init__(*common)
+    def __post_init__(self) -> None:
         self._require_fit("raise max_elements, or cut the row")
         fitting = RowLengths(self.lengths).most_rows(
             self.max_elements, padded=self.padded, repeats=self.order.most_copies != 1
         )
         most = self.order.length(len(self.lengths))
-        self.batch_size = max(1, min(most, fitting, self._given_size or most))
+        self.batch_size = max(1, min(most, fitting, self.most_rows or most))
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"batch_size": self._given_size, "padded": self.padded}
+    def is_in_order(self) -> bool:
+        return self.window is None
 
     def most_elements(self, *, padded: bool) -> int | None:
         return self.max_elements if self.padded or not padded else None
@@ -113,14 +116,7 @@ class ElementBatches(LengthBatches[Rows]):
     def rows_of(self, units: list[Rows]) -> Rows:
         return units[0] if len(units) == 1 else np.concatenate(units)
 
-    def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Rows]:
-        if self.window is None:
-            return self._units_in_order(epoch, mark, note)
-        return self._units_of_windows(epoch, mark, note)
-
-    def _units_in_order(
-        self, epoch: int, mark: Mark, note: Callable[[Mark], None]
-    ) -> Iterator[Rows]:
+    def _units_in_order(self, epoch: int, mark: Mark, note: Note) -> Iterator[Rows]:
         unit = mark.unit
         position = due = mark.skip
         for batch in self._cut(self._rows(epoch, _RUN_ROWS, position)):
@@ -139,7 +135,7 @@ class ElementBatches(LengthBatches[Rows]):
 
     def _cut(self, runs: Iterable[Rows]) -> Iterator[Rows]:
         """Cut rows, given in runs, into batches in their order."""
-        cut = _Cut(self.max_elements, self._given_size or sys.maxsize, self.padded)
+        cut = _Cut(self.max_elements, self.most_rows or sys.maxsize, self.padded)
         pending: list[Rows] = []
         for rows in runs:
             begin = 0

@@ -1,4 +1,4 @@
-"""Runs: runs of consecutive rows, and their positions in an array."""
+"""Runs of consecutive rows in an array, and Places of rows in packed sequences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
 
@@ -132,6 +133,41 @@ class Runs(NamedTuple):
         lengths = np.minimum(np.repeat(stops, counts), ends[parts]) - starts
         places = np.repeat(runs.places - runs.starts, counts) + starts
         return Runs(starts - begins, lengths, places), parts
+
+
+class Places(NamedTuple):
+    """Places of the rows of a batch in sequences of one length."""
+
+    begins: Rows
+    """First element of each row that is in the batch, shape (n,)."""
+    lengths: Rows
+    """Number of elements of each row that are in the batch, shape (n,)."""
+    places: Rows
+    """Position of each row in the sequences, one sequence after the other, shape (n,)."""
+    shape: tuple[int, int]
+    """Number of sequences, and elements of each."""
+
+    def documents(self) -> npt.NDArray[np.int32]:
+        """Return the document and the position of each element, then the bounds of all documents.
+
+        Returns:
+            The number of the row of each element, which is -1 for padding; the position of each
+            element in its row or padding; and the first position of each row and each padding,
+            followed by the number of all elements. All are joined, int32.
+        """
+        n_sequences, length = self.shape
+        n = n_sequences * length
+        documents = np.full(n, -1, np.int32)
+        positions = Runs(self.places, self.lengths, self.places).rows()
+        documents[positions] = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        # A bound is where a row begins, and where the padding of a sequence begins.
+        is_bound = np.zeros(n + 1, bool)
+        is_bound[self.places] = True
+        is_bound[self.places + self.lengths] = True
+        is_bound[:: max(1, length)] = True
+        bounds = np.flatnonzero(is_bound)
+        within = np.arange(n) - np.repeat(bounds[:-1], np.diff(bounds))
+        return np.concatenate((documents, within, bounds), dtype=np.int32, casting="same_kind")
 
 
 def cut_run(start: int, stop: int, ends: Rows) -> Iterator[tuple[int, int, int]]:

@@ -6,19 +6,26 @@ A ``Subset`` numbers the selected rows from 0 on, and takes these numbers in any
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows, sort_rows
-from pinfeed.rows.orders import Arrays, At, DerivedOrder, KnownOrder, Order, Rows, Sequential
+from pinfeed.rows.orders import (
+    At,
+    DerivedOrder,
+    KeptArray,
+    KnownOrder,
+    Order,
+    Rows,
+    check_n_rows,
+)
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.ranks import check_inner
 from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run
@@ -36,7 +43,6 @@ _STEP = 1 << 12
 _SCANNED_BITS = 128
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_N_BITS = _BITS.sum(axis=1, dtype=np.uint8)
 # The position of set bit i of each byte.
 _BIT_AT = np.argsort(1 - _BITS, axis=1, kind="stable").astype(np.uint8)
 
@@ -70,12 +76,12 @@ def where(subset: npt.ArrayLike | Order, order: Order | None = None) -> Order:
         ...     labels, batch_size=2, rows=pinfeed.rows.where(labels == 1, pinfeed.rows.shuffled(1))
         ... )
     """
-    inner = Sequential() if order is None else check_inner(order)
-    if isinstance(subset, Subset) and isinstance(subset.rows, SplitPart):
-        return Subset(subset.rows, inner)
-    array = np.asarray(subset)
-    is_mask = array.dtype == bool and array.ndim == 1
-    return Subset(RowMask.of(array) if is_mask else RowList.of(array), inner)
+    rows = subset.rows if isinstance(subset, Subset) else subset
+    if not isinstance(rows, SplitPart):
+        array = np.asarray(subset)
+        is_mask = array.dtype == bool and array.ndim == 1
+        rows = RowMask.of(array) if is_mask else RowList.of(array)
+    return rows if order is None else Subset(rows, check_inner(order))
 
 
 @overload
@@ -125,12 +131,11 @@ def split(
         >>> shuffled = pinfeed.rows.where(train, pinfeed.rows.shuffled(seed=1))
         >>> feeder = pinfeed.Feeder(np.arange(1000), batch_size=100, rows=shuffled)
     """
-    inner = Sequential() if order is None else check_inner(order)
     values = list(sizes.values()) if isinstance(sizes, Mapping) else sizes
     checked = _check_sizes(values, sizes)
     seed = check_seed(seed)
     block = whole_number(block_rows, "block_rows")
-    parts = tuple(Subset(SplitPart(checked, i, seed, block), inner) for i in range(len(checked)))
+    parts = tuple(where(SplitPart(checked, i, seed, block), order) for i in range(len(checked)))
     return dict(zip(sizes, parts, strict=True)) if isinstance(sizes, Mapping) else parts
 
 
@@ -151,58 +156,32 @@ def _check_sizes(values: Any, given: Any) -> tuple[int | float, ...]:
     return tuple(numbers)
 
 
-class Selection(Protocol):
-    """Some of the rows, numbered from 0 on."""
-
-    @property
-    def arrays(self) -> Arrays:
-        """Arrays that represent the rows."""
-
-    def size(self, n_rows: int) -> int:
-        """Return the number of the selected rows.
-
-        Raises:
-            ArgumentError: If the selection is none of ``n_rows`` rows.
-        """
-
-    def select(self, n_rows: int) -> At:
-        """Return the function from the numbers of selected rows to their row indices."""
-
-
 @dataclass(frozen=True)
 class Subset(DerivedOrder):
-    """Selected rows, in the order of their numbers."""
+    """Rows that an order selects and numbers, in the sequence of an order of their numbers."""
 
-    rows: Selection
+    rows: KnownOrder
     order: KnownOrder
 
     def length(self, n_rows: int) -> int:
-        return self.order.length(self.rows.size(n_rows))
+        return self.order.length(self.rows.length(n_rows))
 
     def bind(self, n_rows: int, epoch: int) -> At:
-        numbers_at = self.order.bind(self.rows.size(n_rows), epoch)
-        select = self.rows.select(n_rows)
+        numbers_at = self.order.bind(self.rows.length(n_rows), epoch)
+        select = self.rows.bind(n_rows, epoch)
         return lambda positions: select(numbers_at(positions))
 
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
-        found = self.order.windows(self.rows.size(n_rows), epoch)
-        return None if found is None else SelectedWindows(found, self.rows.select(n_rows))
-
-    @property
-    def arrays(self) -> Arrays:
-        return self.rows.arrays
+        found = self.order.windows(self.rows.length(n_rows), epoch)
+        return None if found is None else SelectedWindows(found, self.rows.bind(n_rows, epoch))
 
 
 @dataclass(frozen=True)
-class RowList:
+class RowList(KnownOrder):
     """Distinct rows in any sequence."""
 
-    n: int
-    """Number of rows."""
-    digest: str
-    """Checksum of the row indices."""
-    largest: int = field(repr=False, compare=False)
-    indices: Rows = field(repr=False, compare=False)
+    indices: KeptArray
+    largest: int
 
     @classmethod
     def of(cls, array: npt.NDArray[Any]) -> RowList:
@@ -225,38 +204,32 @@ class RowList:
                 f"where(subset): row {ascending[same[0]]} occurs twice; expected distinct rows; "
                 "give np.unique(subset), or give the indices themselves as rows="
             )
-        digest = hashlib.blake2b(rows.data, digest_size=16).hexdigest()
-        return cls(len(rows), digest, ascending.item(-1), rows)
+        return cls(KeptArray.of(rows), ascending.item(-1))
 
-    @property
-    def arrays(self) -> Arrays:
-        return (self.indices,)
-
-    def size(self, n_rows: int) -> int:
+    def length(self, n_rows: int) -> int:
         if self.largest >= n_rows:
             raise ArgumentError(
                 f"where(indices) has row {self.largest:,}, but is used for {n_rows:,} rows; "
                 "expected row indices below this number"
             )
-        return self.n
+        return self.indices.n
 
-    def select(self, n_rows: int) -> At:
-        return self.indices.__getitem__
+    def bind(self, n_rows: int, epoch: int) -> At:
+        self.length(n_rows)
+        return self.indices.values.__getitem__
 
 
 @dataclass(frozen=True)
-class RowMask:
+class RowMask(KnownOrder):
     """Rows that a mask selects, as one bit for each row; they are numbered in ascending order."""
 
     n_rows: int
     """Number of all rows."""
     n_selected: int
     """Number of rows of the part."""
-    digest: str
-    """Checksum of the mask."""
-    chunks: npt.NDArray[np.uint8] = field(repr=False, compare=False)
+    chunks: KeptArray
     """A bit for each row, shape (n_chunks, 16)."""
-    before: Rows = field(repr=False, compare=False)
+    before: KeptArray
     """Number of selected rows before each chunk, shape (n_chunks,)."""
 
     @classmethod
@@ -273,33 +246,23 @@ class RowMask:
             packed = np.packbits(mask[begin : begin + _PACKED_ROWS], bitorder="little")
             bits[begin // 8 : begin // 8 + len(packed)] = packed
         chunks = bits.reshape(n_chunks, _CHUNK)
-        step = _PACKED_ROWS // (8 * _CHUNK)
         counts = np.zeros(n_chunks + 1, np.int64)
-        for begin in range(0, n_chunks, step):
-            found = _N_BITS[chunks[begin : begin + step]].sum(axis=1)
-            counts[begin + 1 : begin + 1 + len(found)] = found
+        counts[1:] = np.bitwise_count(chunks.view(np.uint64)).sum(axis=1)
         np.cumsum(counts, out=counts)
         if not counts[-1]:
             raise ArgumentError(
                 f"where(mask): the mask of {n_rows:,} rows selects no row; expected at least one "
                 "element that is True"
             )
-        digest = hashlib.blake2b(bits.data, digest_size=16).hexdigest()
-        return cls(n_rows, counts.item(-1), digest, chunks, counts[:-1])
+        return cls(n_rows, counts.item(-1), KeptArray.of(chunks), KeptArray.of(counts[:-1]))
 
-    @property
-    def arrays(self) -> Arrays:
-        return self.chunks, self.before
-
-    def size(self, n_rows: int) -> int:
-        if n_rows != self.n_rows:
-            raise ArgumentError(
-                f"where(mask) has a mask of {self.n_rows:,} rows, but is used for {n_rows:,} rows; "
-                "expected one element for each row"
-            )
+    def length(self, n_rows: int) -> int:
+        text = "where(mask) has a mask of"
+        check_n_rows(n_rows, self.n_rows, text, "one element for each row")
         return self.n_selected
 
-    def select(self, n_rows: int) -> At:
+    def bind(self, n_rows: int, epoch: int) -> At:
+        self.length(n_rows)
         return self._rows_at
 
     def _rows_at(self, numbers: Rows) -> Rows:
@@ -316,28 +279,30 @@ class RowMask:
 
     def _find(self, numbers: Rows) -> Rows:
         """Return the row indices of ascending rows of the part."""
-        first, last = (self.before.searchsorted(numbers[[0, -1]], side="right") - 1).tolist()
+        chunks = self.chunks.values
+        before = self.before.values
+        first, last = (before.searchsorted(numbers[[0, -1]], side="right") - 1).tolist()
         if 8 * _CHUNK * (last + 1 - first) <= _SCANNED_BITS * len(numbers):
             # The rows of a sequential order, or of blocks, are close together.
-            bits = np.unpackbits(self.chunks[first : last + 1], bitorder="little").view(np.bool_)
-            close: Rows = bits.nonzero()[0][numbers - self.before[first]]
+            bits = np.unpackbits(chunks[first : last + 1], bitorder="little").view(np.bool_)
+            close: Rows = bits.nonzero()[0][numbers - before[first]]
             close += first * 8 * _CHUNK
             return close
-        chunk = self.before.searchsorted(numbers, side="right") - 1
-        left = numbers - self.before[chunk]
-        found = self.chunks[chunk]
+        chunk = before.searchsorted(numbers, side="right") - 1
+        left = numbers - before[chunk]
+        found = chunks[chunk]
         # Selected rows up to the end of each byte; at most 128.
-        ends = np.cumsum(_N_BITS[found], axis=1, dtype=np.uint16)
+        ends = np.cumsum(np.bitwise_count(found), axis=1, dtype=np.uint16)
         byte = (ends <= left[:, None]).sum(axis=1)
         value = np.take_along_axis(found, byte[:, None], axis=1)[:, 0]
         last = np.take_along_axis(ends, byte[:, None], axis=1)[:, 0].astype(np.int64)
-        bit = _BIT_AT[value, left - (last - _N_BITS[value])]
+        bit = _BIT_AT[value, left - (last - np.bitwise_count(value))]
         rows: Rows = (chunk * _CHUNK + byte) * 8 + bit
         return rows
 
 
 @dataclass(frozen=True)
-class SplitPart:
+class SplitPart(KnownOrder):
     """One part of a random split: an interval of a random permutation of the blocks of rows."""
 
     sizes: tuple[int | float, ...]
@@ -348,14 +313,12 @@ class SplitPart:
     block_rows: int
     """Number of consecutive rows that stay together."""
 
-    arrays = ()
-
-    def size(self, n_rows: int) -> int:
+    def length(self, n_rows: int) -> int:
         first, last = self._bounds(n_rows)
         rest = n_rows % self.block_rows if self.number == len(self.sizes) - 1 else 0
         return (last - first) * self.block_rows + rest
 
-    def select(self, n_rows: int) -> At:
+    def bind(self, n_rows: int, epoch: int) -> At:
         block = self.block_rows
         n_blocks = n_rows // block
         first, _ = self._bounds(n_rows)
@@ -377,11 +340,9 @@ class SplitPart:
     def _bounds(self, n_rows: int) -> tuple[int, int]:
         """Return the first block of the part in the permutation, and the block after the last."""
         sums = [0, *itertools.accumulate(map(_exact, self.sizes))]
-        if isinstance(sums[-1], int) and sums[-1] != n_rows:
-            raise ArgumentError(
-                f"split({list(self.sizes)}) has parts of {sums[-1]:,} rows together, but is used "
-                f"for {n_rows:,} rows; expected sizes that add up to this number, or fractions"
-            )
+        if isinstance(sums[-1], int):
+            text = f"split({list(self.sizes)}) has parts of"
+            check_n_rows(n_rows, sums[-1], text, "sizes that add up to this number, or fractions")
         n_blocks = n_rows // self.block_rows
         whole = max(1, sums[-1])
         first, last = (

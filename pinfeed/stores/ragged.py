@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import RowLengths
-from pinfeed.rows.runs import Runs
+from pinfeed.rows.runs import Places, Runs
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
 from pinfeed.stores.ragged_parts import ItemParts, check_offsets, read_offsets

@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.memory.pages import BufferPool, huge
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.packing import Places
+from pinfeed.rows.runs import Places
 from pinfeed.stores.formats import FORMATS, ArrayFormat, FileFormat, Part, register
 from pinfeed.stores.host_rows import CheckStop, RunGather, UnreadPart, never
 from pinfeed.stores.libraries import listed

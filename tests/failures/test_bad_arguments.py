@@ -130,7 +130,7 @@ def test_invalid_states_are_refused(x: np.ndarray) -> None:
     with Feeder(x, batch_size=10) as feeder:
         state = feeder.state_dict()
         for wrong in ({"batch": 11}, {"batch": -1}, {"epoch": -1}):
-            with pytest.raises(errors.ArgumentError, match="an epoch has 10 batches"):
+            with pytest.raises(errors.ArgumentError, match=r"expected 0 to 10|an epoch has 10"):
                 feeder.load_state_dict(state | wrong)
         with pytest.raises(errors.ArgumentError, match="expected a whole number"):
             feeder.set_epoch("a")  # type: ignore[arg-type]

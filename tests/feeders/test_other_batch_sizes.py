@@ -130,9 +130,9 @@ def test_a_last_batch_that_is_not_full_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_position": 1}, "first_position=1"),
-        ({"first_position": -10}, "first_position=-10"),
-        ({"batch": 6}, "an epoch has 5 batches"),
+        ({"ranks": {"world_size": 1, "done": [[1, -10]]}}, "not a state of a feeder"),
+        ({"ranks": {"world_size": 0, "done": []}}, "not a state of a feeder"),
+        ({"batch": 6}, "expected 0 to 5, the number of batches in that epoch"),
         ({"source": {"batch_size": 0}}, "batch_size=0"),
         ({"source": {"batch_size": None}}, "batch_size=None"),
     ],

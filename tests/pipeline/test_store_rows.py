@@ -11,7 +11,7 @@ from pinfeed import ArrayStore, Feeder
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.readahead.strategy import OpenBatch
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches
 from pinfeed.rows.orders import Rows, Sequential
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.host_rows import StoreRows, unchecked_gather

@@ -27,7 +27,7 @@ from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads, ReadStrategy
 from pinfeed.rows import orders
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches
 from pinfeed.rows.orders import Order, known
 from pinfeed.rows.runs import Runs
 from pinfeed.stores import page_cache as disk_page_cache

@@ -107,5 +107,5 @@ def test_bad_input_is_refused() -> None:
             rows.bucketed(LENGTHS, **options)
     with pytest.raises(ArgumentError, match="expected an order"):
         rows.bucketed(LENGTHS, batch_size=2, order=[1])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="103 lengths for 7 rows"):
+    with pytest.raises(ArgumentError, match="lengths of 103 rows, but is used for 7 rows"):
         Feeder(np.arange(7), batch_size=2, rows=rows.bucketed(LENGTHS, batch_size=2))

@@ -14,9 +14,8 @@ from support.row_batches import rows_of, whole
 
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.rows import block_shuffled, drawn, mixed, per_rank, sequential, shuffled, where
-from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.interleaving import EvenTurns
-from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.interleaving import Interleaving
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.ranks import Ranks
 
 
@@ -112,7 +111,7 @@ def test_shares_of_any_window_are_exact_up_to_rounding() -> None:
     for n_sources in (2, 3, 5, 8, 13):
         weights = tuple(rng.integers(1, 100, n_sources).tolist())
         turns = np.empty(3000, np.int64)
-        for number, places, _ in EvenTurns(weights).groups(np.arange(3000)):
+        for number, places, _ in Interleaving(((0, weights),)).groups(np.arange(3000)):
             turns[places] = number
         assert turns[:500].tolist() == list(reference_turns(list(weights), 500))
         for number, weight in enumerate(weights):
@@ -298,7 +297,7 @@ def test_other_numbers_of_ranks_share_the_rest(order: Any) -> None:
     state: Any = None
     for world_size in (1, 3, 2, 5):
         for rank in range(world_size):
-            batches = RankBatches(order, Ranks("join"), rank, world_size, False, 4, n)
+            batches = RankBatches(order, n, 4, False, Ranks("join"), rank, world_size)
             if state is not None:
                 start, is_over = batches.resume(state, len(batches))
                 assert not is_over
@@ -329,8 +328,9 @@ def test_equal_arguments_are_equal_mixtures() -> None:
     assert hash(make(0.7)) == hash(make(0.7))
     assert pickle.loads(pickle.dumps(make(0.7))) == make(0.7)
     assert repr(make(0.7)) == (
-        "Mixed(names=('a', 'b'), sizes=(5, 7), weights=((0, (7, 3)),), until='first', "
-        "orders=(Shuffled(seed=0), Shuffled(seed=1)), batch_size=1, seed=None)"
+        "Mixed(names=('a', 'b'), sizes=(5, 7), orders=(Shuffled(seed=0), Shuffled(seed=1)), "
+        "n_draws=(5, 7), turns=Interleaving(table=((0, (7, 3)),)), until='first', batch_size=1, "
+        "seed=None)"
     )
 
 

@@ -17,7 +17,7 @@ from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.pipeline.loop_memory import index_allocations
 from pinfeed.rows import block_shuffled, per_rank, sequential, shuffled, where
 from pinfeed.rows import drawn as drawn_rows
-from pinfeed.rows.batches import ORDER_BYTES, OrderBatches
+from pinfeed.rows.order_batches import ORDER_BYTES, OrderBatches
 from pinfeed.rows.orders import Order, known
 
 

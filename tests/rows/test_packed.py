@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import ArgumentError, Feeder, RaggedStore, Ranks, rows
-from pinfeed.rows.length_batches import START
-from pinfeed.rows.packed import Packed
-from pinfeed.rows.packing import best_fit
+from pinfeed.rows.packed import Packed, best_fit
 
 RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(0, 12, 83)
@@ -135,10 +133,10 @@ def test_a_feeder_resumes_at_every_batch(split: Any) -> None:
 def test_a_resumed_epoch_plans_from_its_window_on(split: Any) -> None:
     batches = rows.packed(LENGTHS, 12, window=16, split=split)
     marks: list[Any] = []
-    whole = list(batches.units(0, START, marks.append))
+    whole = list(batches.units(0, note=marks.append))
     assert len(marks) == 6
     for mark in marks:
-        rest = list(batches.units(0, mark, lambda mark: None))
+        rest = list(batches.units(0, mark))
         pairs = zip(rest, whole[mark.unit :], strict=True)
         assert all(
             np.array_equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True)
@@ -224,7 +222,7 @@ def test_a_feeder_refuses_what_does_not_fit() -> None:
     with pytest.raises(ArgumentError, match="leaves rows out"):
         Feeder(store, rows=rows.packed(LENGTHS, 40, drop_last=True), ranks="join", device="cpu")
     with make() as feeder:
-        state = {**feeder.state_dict(), "sequences": {"begun": 0, "step": 0, "mark": [0, 0, 0]}}
+        state = {**feeder.state_dict(), "sequences": {"done": -1, "mark": [0, 0, 0]}}
         with pytest.raises(ArgumentError, match="not a state"):
             feeder.load_state_dict(state)
     assert isinstance(rows.packed(LENGTHS, 40), Packed)

@@ -27,8 +27,8 @@ from pinfeed.readahead.resident_file import MappedFile
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.blocks import BlockShuffled
+from pinfeed.rows.order_batches import RankBatches
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import RankBatches
 
 Uneven = Literal["pad", "drop", "join"]
 Batches = list[list[int]]
@@ -45,7 +45,7 @@ def shares(
     order: Order, ranks: Ranks, world_size: int, size: int, n: int, *, drop_last: bool = False
 ) -> list[RankBatches]:
     return [
-        RankBatches(order, ranks, rank, world_size, drop_last, size, n)
+        RankBatches(order, n, size, drop_last, ranks, rank, world_size)
         for rank in range(world_size)
     ]
 
@@ -381,7 +381,7 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
 def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     """The rows of other ranks are not read into the page cache."""
     store = NpyStore(str(path))
-    share = RankBatches(rows.sequential(), Ranks(), 1, 3, False, 8)
+    share = RankBatches(rows.sequential(), 0, 8, False, Ranks(), 1, 3)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
     found = [
         plan_reads([store], order, 100, FreeMemory(MiB(100), MiB(100))).strategies[0]
@@ -478,7 +478,7 @@ def test_invalid_states_are_refused(change: dict[str, Any], message: str) -> Non
         ):
             alone.load_state_dict(state)
         (sharing,) = feeders(np.arange(40), 1, batch_size=4)
-        message = "not a state of a feeder with ranks= (KeyError('ranks'))"
+        message = "the state is of another feeder: ranks was None, is 'pad'"
         with sharing, pytest.raises(ArgumentError, match=re.escape(message)):
             sharing.load_state_dict(alone.state_dict())
 

@@ -292,10 +292,10 @@ def test_the_owner_may_run_a_resumed_epoch_again() -> None:
         # The feeder sets the epoch, and follows its owner.
         assert batches.epoch == 1
         batches.set_epoch(0)
-        assert feeder.state_dict()["batches"] == {"begun": 0, "step": 3, "mark": [0, 0, 0]}
+        assert feeder.state_dict()["batches"] == {"done": 0, "mark": [0, 0, 0]}
         for i, batch in enumerate(feeder):
             assert batch.tolist() == want[3 * i]
-            assert feeder.state_dict()["batches"]["begun"] == 0
+            assert feeder.state_dict()["batches"]["done"] == 3 * (i + 1)
         assert feeder.state_dict()["epoch"] == 1
 
 
@@ -318,10 +318,10 @@ BAD: list[Callable[[dict[str, Any]], Any]] = [
     lambda state: state.pop("batches"),
     lambda state: state.update(batch=-1),
     lambda state: state.update(batch=0),
-    lambda state: [state.update(batch=0), state["batches"].update(begun=3, mark=[0, 0, 0])],
-    lambda state: state["batches"].pop("begun"),
-    lambda state: state["batches"].update(step=0),
-    lambda state: state["batches"].update(begun=-99),
+    lambda state: state["batches"].update(done=0, mark=[0, 0, 0]),
+    lambda state: state["batches"].pop("done"),
+    lambda state: state["batches"].update(done="x"),
+    lambda state: state["batches"].update(done=-99),
     lambda state: state["batches"].update(mark=[0, 0]),
     lambda state: state["batches"].update(mark=[0, -1, 0]),
     lambda state: state["batches"].update(mark=[0, 0, 99]),
@@ -339,7 +339,7 @@ def test_a_bad_state_is_refused_before_anything_changes(change: Callable[[Any], 
     with make(1, 2) as feeder:
         feeder.load_state_dict(state)
         before = feeder.state_dict()
-        assert before["batches"]["begun"] == -1
+        assert (before["batch"], before["batches"]["done"]) == (1, 3)
         bad = json.loads(json.dumps(before))
         change(bad)
         with pytest.raises(ArgumentError, match=r"not a state of a feeder with rows=element_bat"):
@@ -417,12 +417,14 @@ def test_limits_of_config_hold_for_each_rank() -> None:
 @pytest.mark.parametrize("name", ["element_batches", "packed"])
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("drop_last", [False, True])
 def test_rows_are_in_the_windows_of_their_positions(
-    name: str, world_size: int, window: int | None
+    name: str, world_size: int, window: int | None, drop_last: bool
 ) -> None:
+    """Rows without elements, and those of a last batch that is left out, take positions, too."""
     order = rows.block_shuffled(1, block_rows=4, window_blocks=2)
-    options: Any = {} if window is None else {"window": window}
-    batches = getattr(rows, name)(np.maximum(LENGTHS, 1), 30, order=order, **options)
+    options: Any = {"drop_last": drop_last} | ({} if window is None else {"window": window})
+    batches = getattr(rows, name)(LENGTHS, 30, order=order, **options)
     for start in (0, 1, 3):
         for rank in range(world_size):
             shared = shared_batches(batches, Ranks("drop", rank=rank, world_size=world_size))

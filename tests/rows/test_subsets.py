@@ -12,9 +12,8 @@ from support.row_batches import rows_of, whole
 
 from pinfeed.errors import ArgumentError, PinfeedError
 from pinfeed.rows import block_shuffled, drawn, per_rank, sequential, shuffled, split, where
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.orders import Order, known
-from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks
 
 INNER = [sequential(), shuffled(1), block_shuffled(1, block_rows=8, window_blocks=2), drawn(30)]
@@ -68,7 +67,7 @@ def test_later_changes_of_a_mask_have_no_effect() -> None:
 def test_a_map_of_row_indices_is_not_copied(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(0, 1000, 7))
     order: Any = where(np.load(tmp_path / "rows.npy", mmap_mode="r"), shuffled(1))
-    assert isinstance(order.rows.indices.base, np.memmap)
+    assert isinstance(order.rows.indices.values.base, np.memmap)
     assert np.array_equal(np.sort(whole(order, 1000)), np.arange(0, 1000, 7))
 
 
@@ -87,8 +86,7 @@ def test_a_large_mask_takes_less_than_two_bits_per_row() -> None:
     mask = np.zeros(n, bool)
     mask[:: 1 << 10] = True
     order: Any = where(mask, shuffled(1))
-    kept = order.rows
-    assert kept.chunks.nbytes + kept.before.nbytes < n * 2 / 8
+    assert sum(array.nbytes for array in order.kept_arrays) < n * 2 / 8
     rows = order.bind(n, 0)(np.arange(1 << 14))
     assert np.array_equal(np.sort(rows), np.arange(0, n, 1 << 10))
 
@@ -164,7 +162,7 @@ def test_ranks_of_any_number_share_a_subset(order: Order) -> None:
     state: Any = None
     for world_size in (1, 3, 2, 5):
         for rank in range(world_size):
-            batches = RankBatches(order, Ranks("join"), rank, world_size, False, 4, 91)
+            batches = RankBatches(order, 91, 4, False, Ranks("join"), rank, world_size)
             start = 0 if state is None else batches.resume(state, len(batches))[0]
             for batch in rows_of(batches, 1, start)[: None if world_size == 5 else 2]:
                 for row in batch:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import rows
+from pinfeed.rows.order_batches import RankBatches
 from pinfeed.rows.orders import Order, known
-from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import PerRank, Ranks, SharedWindows, StridedSlice, per_rank, positions_of
 from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Windows
@@ -96,7 +96,7 @@ def share(order: Order, draw: Draw, n_rows: int) -> Order:
     size = draw(1, 9) * world_size
     uneven = ("pad", "drop", "join")[draw(0, 2)]
     ranks = Ranks(uneven, split_batches=bool(draw(0, 1)))  # type: ignore[arg-type]
-    batches = RankBatches(order, ranks, rank, world_size, False, size, n_rows)
+    batches = RankBatches(order, n_rows, size, False, ranks, rank, world_size)
     done = ((3, 2 * size),) if draw(0, 1) and not ranks.split_batches else ()
     return batches.rows(done)
 
@@ -228,7 +228,7 @@ def test_a_share_needs_each_window_once(window_blocks: int) -> None:
 
 def test_ranks_skip_the_windows_of_other_ranks() -> None:
     order = rows.block_shuffled(7, block_rows=1, window_blocks=2)
-    batches = RankBatches(order, Ranks(split_batches=True), 1, 4, False, 40, 400)
+    batches = RankBatches(order, 400, 40, False, Ranks(split_batches=True), 1, 4)
     found = known(batches.rows()).windows(400, 0)
     assert found is not None
     # Each of ten batches has ten consecutive positions, in five windows.
@@ -251,7 +251,7 @@ def test_orders_without_windows() -> None:
 def test_ranks_read_a_window_once_however_many_batches_lie_on_it() -> None:
     order = rows.block_shuffled(7, block_rows=5, window_blocks=3)
     for rank in range(3):
-        batches = RankBatches(order, Ranks(split_batches=True), rank, 3, False, 6, 100)
+        batches = RankBatches(order, 100, 6, False, Ranks(split_batches=True), rank, 3)
         found = known(batches.rows()).windows(100, 0)
         assert found is not None
         runs = [tuple(window.runs) for window in found.needed(0, 1000)]

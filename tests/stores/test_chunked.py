@@ -21,7 +21,7 @@ from pinfeed.readahead.read_plan import plan_reads
 from pinfeed.readahead.resident_file import CopyInSecondEpoch, InMemoryCopy
 from pinfeed.readahead.source_reads import FreeMemory
 from pinfeed.readahead.strategy import ChunkReads
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches
 from pinfeed.rows.orders import Order, known
 from pinfeed.stores import chunked
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, KeptChunks, even_bounds

@@ -20,7 +20,7 @@ from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.packing import Places
+from pinfeed.rows.runs import Places
 from pinfeed.stores.file_store import FileStore, rows_version
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.ragged import RaggedParts

@@ -18,8 +18,8 @@ from pinfeed.pipeline.sources.sample_batch import SampleBatch
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, OrderedSource, made_or_failed
 from pinfeed.pipeline.sources.user_calls import guarded
-from pinfeed.rows.batches import OrderBatches, RowIndices
-from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.batches import RowIndices
+from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.threads.call import Workers
 from pinfeed.validation.arguments import takes_parameter
 
