@@ -115,8 +115,8 @@ class CudaDriver:
             moves: Moves of rows.
             written: Handle of an event for which the moves wait; 0 for none.
         """
-        done = self.event()
-        request = [self.address, before, stream, self._released.handle, done.handle, written]
+        released, done = self._released, self.event()
+        request = [self.address, before, stream, released.handle, done.handle, written]
         # Nothing is staged.
         request += [0, 0, len(copies) // 3, len(moves)]
         request += [*copies[2::3], *copies[::3], *copies[1::3]]
