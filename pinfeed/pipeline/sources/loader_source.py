@@ -297,7 +297,7 @@ class LoaderSource(Source):
             thunk = guarded(self._next_thunk, batches)
         except Exception as error:
             return functools.partial(failed_batch, error)
-        return None if thunk is None else made_or_failed(thunk)
+        return None if thunk is None else functools.partial(made_or_failed, thunk)
 
 
 @dataclass(eq=False)

@@ -173,13 +173,12 @@ class RowFetch:
         fetched = {}
         for spec, (shape, is_spread) in zip(self.specs, shapes, strict=True):
             rows = [next(tensors) for _ in spec.stores]
-            if is_spread:
-                positions = next(tensors)
-                pairs = zip(rows, spec.stores, strict=True)
-                rows = [self._spread(distinct, positions, store) for distinct, store in pairs]
-            if len(shape) != 1:
-                pairs = zip(rows, spec.stores, strict=True)
-                rows = [of_store.reshape((*shape, *store.row_shape)) for of_store, store in pairs]
+            positions = next(tensors) if is_spread else None
+            for i, store in enumerate(spec.stores):
+                if positions is not None:
+                    rows[i] = self._spread(rows[i], positions, store)
+                if len(shape) != 1:
+                    rows[i] = rows[i].reshape((*shape, *store.row_shape))
             fetched[spec.key] = spec.rebuild(iter(rows))
         return batch, fetched
 

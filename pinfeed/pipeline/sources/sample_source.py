@@ -145,7 +145,7 @@ class SampleSource(BatchesOfSamples):
 
     def _thunk(self, epoch: int, row_indices: RowIndices) -> BatchThunk:
         thunk = super()._thunk(epoch, row_indices)
-        return made_or_failed(thunk) if self.samples.keeps_errors else thunk
+        return functools.partial(made_or_failed, thunk) if self.samples.keeps_errors else thunk
 
 
 class ThreadedLoaderSource(LoaderSource):

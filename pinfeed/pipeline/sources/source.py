@@ -201,12 +201,8 @@ def failed_batch(error: Exception) -> HostBatch:
     return HostBatch([], functools.partial(_raise, [error]), [(0, 0)], keeps_errors=True)
 
 
-def made_or_failed(thunk: BatchThunk) -> BatchThunk:
-    """Return a thunk that makes a failed batch with the error of another thunk, if it fails."""
-    return functools.partial(_made_or_failed, thunk)
-
-
-def _made_or_failed(thunk: BatchThunk) -> HostBatch:
+def made_or_failed(thunk: BatchThunk) -> HostBatch:
+    """Return the batch of a thunk, or a failed batch with the error of the thunk."""
     try:
         batch: HostBatch = guarded(thunk)
     except Exception as error:
