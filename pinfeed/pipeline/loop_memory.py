@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,10 +173,10 @@ def order_allocations(rows: Any) -> list[Allocation]:
     return found
 
 
-def ragged_sizes(
-    store: RaggedStore, rows: Any, *, is_limited: bool, is_staged: bool
-) -> Callable[[int], list[PartSize]]:
-    """Return a function from the number of rows of a batch to the sizes of its ragged arrays.
+def ragged_parts(
+    store: RaggedStore, rows: Any, n_rows: int, *, is_limited: bool, is_staged: bool
+) -> list[PartSize]:
+    """Return the sizes of the ragged arrays of a batch.
 
     With limits, or with batches that are bounded by elements, every batch reserves memory for the
     largest batch. Without either, one very long row would multiply the memory of all batches.
@@ -185,30 +185,27 @@ def ragged_sizes(
     Args:
         store: The ragged rows.
         rows: An order, or any other iterable of row indices or batches.
+        n_rows: Number of rows of the batch.
         is_limited: Whether there are memory limits.
         is_staged: Whether the batches are moved to a device.
     """
+    padded = store.layout == "padded"
     max_elements = None
     copies = known(rows).most_copies
     if isinstance(rows, LengthBatches):
-        max_elements = rows.most_elements(padded=store.layout == "padded")
+        max_elements = rows.most_elements(padded=padded)
         copies = rows.order.most_copies
-    is_exact = is_limited or max_elements is not None
-
-    def sizes(n_rows: int) -> list[PartSize]:
-        elements, bounds = _most_elements(store, n_rows, copies, max_elements)
-        most = [*(elements * row_nbytes(part) for part in store.parts), bounds]
-        if is_exact:
-            return [PartSize(nbytes, nbytes, is_staged) for nbytes in most]
-        n_usual = store.row_lengths.usual_elements(n_rows, padded=store.layout == "padded")
-        usual = [*(n_usual * row_nbytes(part) for part in store.parts), bounds]
-        # Memory that grows is rounded up by at most a sixteenth.
-        return [
-            PartSize(nbytes + -(-nbytes // 16), min(nbytes, reserved), is_staged)
-            for nbytes, reserved in zip(most, usual, strict=True)
-        ]
-
-    return sizes
+    elements, bounds = _most_elements(store, n_rows, copies, max_elements)
+    most = [*(elements * row_nbytes(part) for part in store.parts), bounds]
+    if is_limited or max_elements is not None:
+        return [PartSize(nbytes, nbytes, is_staged) for nbytes in most]
+    n_usual = store.row_lengths.usual_elements(n_rows, padded=padded)
+    usual = [*(n_usual * row_nbytes(part) for part in store.parts), bounds]
+    # Memory that grows is rounded up by at most a sixteenth.
+    return [
+        PartSize(nbytes + -(-nbytes // 16), min(nbytes, reserved), is_staged)
+        for nbytes, reserved in zip(most, usual, strict=True)
+    ]
 
 
 def _most_elements(

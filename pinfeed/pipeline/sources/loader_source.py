@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.row_fetch import RowFetch
 from pinfeed.pipeline.sources.sample_batch import SkippedSamples
 from pinfeed.pipeline.sources.source import (
@@ -20,6 +19,7 @@ from pinfeed.pipeline.sources.source import (
     HostBatch,
     Source,
     failed_batch,
+    host_batch_of,
     made_or_failed,
 )
 from pinfeed.pipeline.sources.user_calls import BatchTransform, guarded

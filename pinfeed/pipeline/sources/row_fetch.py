@@ -15,8 +15,7 @@ import numpy as np
 
 from pinfeed.devices.device import Device, RowCopy, Tensor, TensorRange
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup, host_batch_of
 from pinfeed.readahead.strategy import ReadStrategy, UnreadRows
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows

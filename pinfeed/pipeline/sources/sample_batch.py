@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ReadError
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch, host_batch_of
 from pinfeed.pipeline.sources.user_calls import drop_frames, guarded
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.threads.call import Pending, Workers

@@ -13,7 +13,6 @@ from typing import Any
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.loader_source import LoaderSource, next_batch
 from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch, SkippedSamples
 from pinfeed.pipeline.sources.sample_maker import SampleMaker, SampleThreads
@@ -21,6 +20,7 @@ from pinfeed.pipeline.sources.source import (
     BatchThunk,
     HostBatch,
     OrderedSource,
+    host_batch_of,
     made_or_failed,
 )
 from pinfeed.pipeline.sources.user_calls import guarded
