@@ -71,9 +71,7 @@ class EpochPosition:
             self._hooks.restart(epoch)
             if self.is_at_rest:
                 self._warn_if_dropped(epoch)
-        self.epoch = epoch
-        self.batch = batch
-        self.checksum = checksum
+        self._go_to(epoch, batch, checksum)
         self.is_at_rest = False
         self._completed = None
         return batch

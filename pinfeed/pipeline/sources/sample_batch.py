@@ -72,17 +72,16 @@ class SampleBatch:
         self._workers: Workers | None = None
         self._n_threads = 1 if in_one_thread else n
         self._calls: list[Pending[None]] = []
-        # Guards the next five attributes. Without it, a sample that is made while the memory of the
+        # Guards the next four attributes. Without it, a sample that is made while the memory of the
         # batch becomes known could be kept, but never written. ``_places`` is set once, so a thread
         # may use it without the lock.
         self._lock = threading.RLock()
         self._layout: Any = None
         # For each leaf its array or list; None until the memory of the batch is known.
         self._places: list[Any] | None = None
-        # Samples by position, while their places are not known.
+        # Samples by position, while their places are not known. Later only those without a place,
+        # because ``default_collate`` would convert them.
         self._samples: dict[int, Any] = {}
-        # Samples by position that have no place, because ``default_collate`` would convert them.
-        self._converted: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
         # Memory of the columns so far, and the number of samples, which the HostBatch has.
         self._arrays: list[Array] = []
@@ -135,12 +134,14 @@ class SampleBatch:
                 [None] * self._n if column is None else next(arrays)
                 for column in self._layout.columns
             ]
-        while self._samples:
-            self._write(*self._samples.popitem())
+            samples = self._samples
+            self._samples = {}
+        while samples:
+            self._write(*samples.popitem())
         self._continue()
         self._wait()
         check_stop()
-        if self._converted:
+        if self._samples:
             raise OtherBatch(self.reporting(host_batch_of(self._collate_written())))
         if self._errors:
             self._close_gaps()
@@ -194,7 +195,7 @@ class SampleBatch:
         except Exception as error:
             if self._layout.converts(sample):
                 with self._lock:
-                    self._converted[position] = sample
+                    self._samples[position] = sample
             else:
                 self._fail(position, error)
 
@@ -225,14 +226,16 @@ class SampleBatch:
         if first not in self._samples:
             return
         try:
-            self._layout = SampleLayout(self._samples[first])
+            layout = SampleLayout(self._samples[first])
         except Exception as error:
             del self._samples[first]
             # This lets the next sample give the layout.
             self._fail(first, error)
             return
-        if not self._layout.stacks:
+        if not layout.stacks:
             self._collate = collated
+        # The reader looks at the layout without the lock, so it is set last.
+        self._layout = layout
 
     def _wait(self) -> None:
         """Wait until the threads have made all samples.
@@ -276,8 +279,8 @@ class SampleBatch:
 
         samples = []
         for position in range(self._n):
-            if position in self._converted:
-                samples.append(self._converted[position])
+            if position in self._samples:
+                samples.append(self._samples[position])
             elif position not in self._errors:
                 samples.append(self._layout.sample(position, self._places))
         return guarded(collated, samples)
