@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device
-from pinfeed.errors import ArgumentError, WorkerError
+from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.sources.row_fetch import RowFetch
 from pinfeed.pipeline.sources.sample_batch import SkippedSamples
 from pinfeed.pipeline.sources.source import (
@@ -149,15 +149,11 @@ class LoaderSource(Source):
         """
         assert self._begun is not None
         for i in range(n):
-            try:
-                guarded(next, self._begun)
-            except WorkerError as error:
-                if not isinstance(error.__cause__, StopIteration) or not is_end(error.__cause__):
-                    raise
+            if guarded(next_batch, self._begun) is END:
                 raise ArgumentError(
                     f"{n} batches of this epoch were done when the state was saved, but the loader "
                     f"now yields only {i}; make the loader as it was when the state was saved"
-                ) from None
+                )
 
     def finish(self) -> None:
         """Drop the remaining batches, so that the loader ends its epoch as usual."""

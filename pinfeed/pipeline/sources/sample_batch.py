@@ -66,7 +66,8 @@ class SampleBatch:
         self._collate = collate
         self._skipped = skipped
         self._positions = deque(range(n))
-        self._is_stopped = False
+        # Whether a sample has failed that is not left out.
+        self._has_failed = False
         self._check_stop: CheckStop = never
         # None if the thread of the loop makes the samples.
         self._workers: Workers | None = None
@@ -87,15 +88,19 @@ class SampleBatch:
         self._arrays: list[Array] = []
         self._sizes = [(n, 0)]
 
-    def begin(self, workers: Workers, n_threads: int) -> None:
-        """Make threads begin with the samples; otherwise, ``host_batch`` makes them."""
-        self._workers = workers
-        self._n_threads = min(n_threads, self._n_threads)
-        self._continue()
+    def begin(self, workers: Workers | None, n_threads: int, check_stop: CheckStop) -> None:
+        """Make threads begin with the samples; without threads, ``host_batch`` makes them.
 
-    def stop(self) -> None:
-        """Make no more samples, because the loop has ended. Any thread may call this."""
-        self._is_stopped = True
+        Args:
+            workers: The threads; None without threads.
+            n_threads: Number of threads that make samples.
+            check_stop: Raises an error when the loop has ended; called before each sample.
+        """
+        self._check_stop = check_stop
+        self._workers = workers
+        if workers is not None:
+            self._n_threads = min(n_threads, self._n_threads)
+            self._continue()
 
     def host_batch(self) -> HostBatch:
         """Return the batch, and make its samples when its parts are read (reader).
@@ -127,7 +132,6 @@ class SampleBatch:
         n_columns = sum(column is not None for column in self._layout.columns)
         if len(self._arrays) < n_columns:
             return
-        self._check_stop = check_stop
         arrays = iter(self._arrays)
         with self._lock:
             self._places = [
@@ -158,7 +162,7 @@ class SampleBatch:
         """Make samples until none is left, or until one has to wait for the memory of the batch."""
         with self._make_samples() as make:
             is_kept = False
-            while not self._is_stopped and not is_kept:
+            while not self._has_failed and not is_kept:
                 try:
                     self._check_stop()
                     position = self._positions.popleft()
@@ -207,7 +211,7 @@ class SampleBatch:
                 # Its frames would keep the batch as long as the error.
                 drop_frames(error)
             else:
-                self._is_stopped = True
+                self._has_failed = True
             self._find_layout()
 
     def _may_skip(self, error: BaseException) -> bool:
@@ -255,8 +259,9 @@ class SampleBatch:
             finally:
                 # The error's traceback keeps this frame, which must not keep the error.
                 del error
-        if self._is_stopped:
+        if self._has_failed:
             raise Cancelled
+        self._check_stop()
 
     def batch(self) -> Any:
         """Return what ``collate`` makes from all samples; NoSamples if all failed (reader).

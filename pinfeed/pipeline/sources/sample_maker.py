@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.sources.sample_batch import SampleBatch, SkippedSamples
+from pinfeed.pipeline.sources.source import Cancelled
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.threads.call import Workers
 from pinfeed.validation.arguments import takes_parameter
@@ -154,8 +153,19 @@ class SampleMaker:
         return collated
 
 
+class _LoopStop:
+    """Whether a loop has ended, so that its samples are not needed any more."""
+
+    is_set = False
+
+    def check(self) -> None:
+        """Raise Cancelled if the loop has ended."""
+        if self.is_set:
+            raise Cancelled
+
+
 class SampleThreads:
-    """Threads that make samples while a loop over their source runs, and the batches they make.
+    """Threads that make samples while a loop over their source runs.
 
     Args:
         worker: Makes a pool of threads, given their name and number.
@@ -166,10 +176,7 @@ class SampleThreads:
         self.n = n
         self._worker = worker
         self._pool: Workers | None = None
-        self._batches: weakref.WeakSet[SampleBatch] = weakref.WeakSet()
-        self._is_stopped = False
-        # A reader may begin a batch while another thread, or a signal handler, ends the loop.
-        self._lock = threading.RLock()
+        self._stop = _LoopStop()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -186,20 +193,13 @@ class SampleThreads:
 
     def start(self) -> None:
         """Note that a loop begins."""
-        self._is_stopped = False
+        # Batches of an earlier loop remain stopped.
+        self._stop = _LoopStop()
 
     def begin(self, batch: SampleBatch) -> None:
         """Let threads begin with a batch; without threads, its ``host_batch`` makes it."""
-        with self._lock:
-            self._batches.add(batch)
-            if self._is_stopped:
-                batch.stop()
-        if self._pool is not None:
-            batch.begin(self._pool, self.n)
+        batch.begin(self._pool, self.n, self._stop.check)
 
     def stop(self) -> None:
         """Make no more samples, because the loop has ended. Any thread may call this."""
-        with self._lock:
-            self._is_stopped = True
-            for batch in self._batches:
-                batch.stop()
+        self._stop.is_set = True
