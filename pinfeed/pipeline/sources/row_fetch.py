@@ -137,16 +137,16 @@ class RowFetch:
             checked = check_rows(of_spec.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
             rows, positions = first_occurrences(checked)
             distinct = [serve(rows) for serve in serving]
-            is_spread = positions is not None and not self.device.unified
-            if not self.device.unified:
+            is_unified = self.device.unified
+            if not is_unified:
                 groups.append(RowGroup(rows, len(parts), spec.stores))
-            if positions is None or is_spread:
+            if positions is None:
                 parts += distinct
-            else:
+            elif is_unified:
                 parts += [RepeatedRows(of_store, positions) for of_store in distinct]
-            if positions is not None and is_spread:
-                parts.append(ArrayPart(positions.astype(np.int32)))
-            shapes.append((of_spec.shape, is_spread))
+            else:
+                parts += [*distinct, ArrayPart(positions.astype(np.int32))]
+            shapes.append((of_spec.shape, positions is not None and not is_unified))
         rebuild = functools.partial(
             self._rebuild, host_batch.rebuild, len(host_batch.parts), shapes
         )

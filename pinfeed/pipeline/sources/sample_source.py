@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,8 +166,12 @@ class ThreadedLoaderSource(LoaderSource):
 
     _maker: SampleMaker
     """Makes the samples of the epoch that was begun last."""
+    _keys: Iterator[int]
+    """Numbers of the samples of this epoch in their seeds."""
     _turns: Turns
     """Order in which ``host_transform`` and ``fetch`` take the batches of this epoch."""
+    _next_turns: Iterator[int]
+    """Turns of the batches that are not drawn yet."""
 
     def __init__(self, loader: Any, n_threads: int, skipped: SkippedSamples | None) -> None:
         super().__init__(loader)
@@ -177,10 +182,6 @@ class ThreadedLoaderSource(LoaderSource):
         self._read_batch = loader.dataset.__getitem__
         if loader.batch_sampler is not None:
             self._read_batch = batch_reader(loader.dataset)
-        # Number of samples of the epoch so far.
-        self._n_drawn = 0
-        # Number of batches that ``host_transform`` and ``fetch`` have taken or will take.
-        self._n_changed = 0
 
     def open(self, device: Device) -> None:
         self._threads = SampleThreads(device.worker, self._n_threads)
@@ -199,9 +200,9 @@ class ThreadedLoaderSource(LoaderSource):
         seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         read = self._read_batch or loader.dataset.__getitem__
         self._maker = SampleMaker(read, None, int(seed.item()), reproducible=True)
+        self._keys = itertools.count()
         self._turns = Turns(is_shared=True)
-        self._n_drawn = 0
-        self._n_changed = 0
+        self._next_turns = itertools.count()
         self._threads.start()
 
     def stop(self) -> None:
@@ -233,14 +234,12 @@ class ThreadedLoaderSource(LoaderSource):
             indices = list(batch)
             if collate is default_collate and indices and not is_changed:
                 collate = None
-        keys = range(self._n_drawn, self._n_drawn + len(indices))
-        self._n_drawn += len(indices)
+        keys = list(itertools.islice(self._keys, len(indices)))
         samples = self._maker.batch(self._epoch, indices, keys, collate, self.skipped)
         self._threads.begin(samples)
         if not is_changed:
             return samples.host_batch
-        turn = self._n_changed
-        self._n_changed += 1
+        turn = next(self._next_turns)
         return functools.partial(self._changed, samples, self._number - 1, turn)
 
     def _changed(self, samples: SampleBatch, number: int, turn: int) -> HostBatch:
