@@ -18,9 +18,9 @@ from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.sample_source import SampleMaker, Samples, SampleSource, SampleThreads
-from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
-from pinfeed.pipeline.sources.threaded_loader_source import batch_reader
+from pinfeed.pipeline.sources.sample_batch import SkippedSamples
+from pinfeed.pipeline.sources.sample_maker import SampleMaker, SampleThreads
+from pinfeed.pipeline.sources.sample_source import Samples, SampleSource, batch_reader
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.orders import Order

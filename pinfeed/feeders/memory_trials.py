@@ -22,7 +22,8 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.planner import free_memory
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.row_source import RowSource
-from pinfeed.pipeline.sources.sample_source import Samples, SampleSource, SampleThreads
+from pinfeed.pipeline.sources.sample_maker import SampleThreads
+from pinfeed.pipeline.sources.sample_source import Samples, SampleSource
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead.read_plan import RaggedReads

@@ -14,8 +14,8 @@ from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
 from pinfeed.memory.limits import check_depth
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.sample_maker import SampleThreads
 from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader
-from pinfeed.pipeline.sources.sample_source import SampleThreads
 from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.argument_types import DTypeLike

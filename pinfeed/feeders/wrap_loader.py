@@ -20,8 +20,8 @@ from pinfeed.feeders.loader_feeder import (
 from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
-from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
-from pinfeed.pipeline.sources.threaded_loader_source import ThreadedLoaderSource
+from pinfeed.pipeline.sources.sample_batch import SkippedSamples
+from pinfeed.pipeline.sources.sample_source import ThreadedLoaderSource
 from pinfeed.tensors.argument_types import IdsOfBatch, Source
 from pinfeed.validation.arguments import explain_arguments
 

@@ -105,45 +105,33 @@ class ActiveRun:
         raise ClosedError(reason)
 
 
-class KeptError:
-    """Error of a batch, in place of the batch. It can be taken only once."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error: Exception | None = error
-
-    def take(self) -> Exception:
-        """Return the error, which only the caller keeps from then on."""
-        error = self._error
-        self._error = None
-        assert error is not None
-        return error
-
-
 class ContinuingIterator:
     """Iterator over the batches of a run, which continues after the error of a batch.
 
-    A generator ends with its first error. So the generator of the run yields an error in place of
-    its batch, and this iterator raises it. As with the generator itself, the run ends when
-    the caller drops the iterator.
+    A generator ends with its first error. So the generator of the run keeps an error in a list, and
+    yields another value in place of the batch. This iterator raises the error. As with the
+    generator itself, the run ends when the caller drops the iterator.
 
     Args:
-        batches: Generator of batches, with a ``KeptError`` in place of each batch that failed.
+        batches: Generator of batches.
+        errors: Error of the last batch, if that batch failed.
     """
 
-    __slots__ = ("__weakref__", "_batches")
+    __slots__ = ("__weakref__", "_batches", "_errors")
 
-    def __init__(self, batches: Generator[Any, None, None]) -> None:
+    def __init__(self, batches: Generator[Any, None, None], errors: list[Exception]) -> None:
         self._batches = batches
+        self._errors = errors
 
     def __iter__(self) -> ContinuingIterator:
         return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        if not isinstance(batch, KeptError):
+        if not self._errors:
             return batch
         try:
-            raise batch.take()
+            raise self._errors.pop()
         finally:
             # The error's traceback keeps this frame, which must not keep the run.
             del self

@@ -19,8 +19,7 @@ from pinfeed.pipeline.device_rows import DeviceMover
 from pinfeed.pipeline.part_memory import WHOLE, known_nbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot
-from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
-from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.sources.source import HostBatch, HostLeaf, host_batch_of
 from pinfeed.pipeline.transfer import Transfer
 
 _pack_receive = packing(4)

@@ -14,12 +14,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import Device, Tensor
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.pipeline.active_run import (
-    ActiveRun,
-    ContinuingIterator,
-    KeptError,
-    is_suspended,
-)
+from pinfeed.pipeline.active_run import ActiveRun, ContinuingIterator, is_suspended
 from pinfeed.pipeline.composition import make_loop
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.lent_batch import LentBatch
@@ -44,8 +39,6 @@ _IS_RUNNING = (
     "loop first, or make a second feeder"
 )
 """Error of a loop that may not begin."""
-_ENDED = "this loop was ended {}"
-"""Error of an iterator after its loop was ended."""
 
 
 class EpochRunner:
@@ -85,7 +78,11 @@ class EpochRunner:
         self._counters.counts.depth = schedule.depth
         self._stalls = StallMonitor(self._counters)
         self._transforms = transforms
-        self._transfer = _mover(device, capacity, self._counters, transforms)
+        make_mover: Any = HostTransfer
+        if not device.unified:
+            has_transform = transforms.device is not None
+            make_mover = functools.partial(Transfer, has_device_transform=has_transform)
+        self._transfer: Transfer | HostTransfer = make_mover(device, capacity, self._counters)
         self.finish_step: Callable[[], object] | None = None
         """Function that the next run calls before it ends, to write the rows of its last batch."""
         self._active = ActiveRun()
@@ -166,8 +163,9 @@ class EpochRunner:
         Raises:
             ClosedError: If the runner is closed, or an epoch runs and cannot be ended.
         """
+        errors: list[Exception] = []
         if keeps_errors:
-            lend = functools.partial(self._lend_or_keep, lend)
+            lend = functools.partial(self._lend_or_keep, lend, errors)
         with self._beginning:
             self.end_last()
             if self._last_loop is not None and self._paused is None:
@@ -178,7 +176,7 @@ class EpochRunner:
             schedule = schedule or self._schedule
             batches = through(self._run(lend, schedule, begin))
             self._active, generator = ActiveRun.begin(batches)
-            return ContinuingIterator(generator) if keeps_errors else generator
+            return ContinuingIterator(generator, errors) if keeps_errors else generator
 
     def end_last(self) -> None:
         """End the last run if it has not ended, because another one begins.
@@ -188,8 +186,7 @@ class EpochRunner:
         """
         self._require_open()
         how = "when another loop over its feeder began; make a second feeder for the other loop"
-        if not self._try_to_end(_ENDED.format(how)):
-            raise ClosedError(_IS_RUNNING)
+        self._end_run(how, _IS_RUNNING)
 
     def leave(self, reason: str) -> None:
         """End the last run, which this thread iterates over, as ``break`` does.
@@ -346,9 +343,8 @@ class EpochRunner:
         )
         self._last_loop.finish_step = self.finish_step
         self._keeps_last = self._last_loop.keeps_last
-        if self._last_loop.is_continuous:
-            return self._until_epoch_ends(self._last_loop.batches())
-        return self._last_loop.batches()
+        lent = self._last_loop.batches()
+        return self._until_epoch_ends(lent) if self._last_loop.is_continuous else lent
 
     def _until_epoch_ends(self, batches: Iterator[LentBatch]) -> Iterator[LentBatch]:
         """Yield the batches of an epoch of a continuous loop; keep the loop if it has read on."""
@@ -365,13 +361,16 @@ class EpochRunner:
         if batches is not None:
             batches.close()
 
-    def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
-        """Return the value to yield for a batch, or the error in its place."""
+    def _lend_or_keep(
+        self, lend: Callable[[LentBatch], Any], errors: list[Exception], lent_batch: LentBatch
+    ) -> Any:
+        """Return the value to yield for a batch; None if there is an error in its place."""
         try:
             return guarded(lend, lent_batch)
         except Exception as error:
             self._counters.fail()
-            return KeptError(error)
+            errors.append(error)
+            return None
 
     def _log_failure(self) -> None:
         """Log the error of a write-back, because a loop that was left does not raise it."""
@@ -404,36 +403,26 @@ class EpochRunner:
         Raises:
             ClosedError: If the run cannot be ended.
         """
-        if not self._try_to_end(_ENDED.format(f"by {what}; call it before the loop")):
-            raise ClosedError(
-                f"{what} while a loop over this feeder is running; call it before the loop"
-            )
+        how = f"by {what}; call it before the loop"
+        self._end_run(
+            how, f"{what} while a loop over this feeder is running; call it before the loop"
+        )
 
-    def _try_to_end(self, reason: str) -> bool:
-        """End the last run if possible; return whether no run remains.
+    def _end_run(self, how: str, refusal: str) -> None:
+        """End the last run, if it has not ended.
 
         Args:
-            reason: Error of the iterator after its run was ended.
+            how: End of the error that its iterator raises when another batch is requested.
+            refusal: Error of this call if the run cannot be ended.
+
+        Raises:
+            ClosedError: If the run cannot be ended.
         """
         if self._last_loop is not None:
             self._last_loop.threads.require_not_forked()
-        if not self._active.is_running:
-            return True
-        return self._active.end(reason)
+        if self._active.is_running and not self._active.end(f"this loop was ended {how}"):
+            raise ClosedError(refusal)
 
     def _raise_failure(self) -> None:
         if self._last_loop is not None and self._last_loop.writes is not None:
             self._last_loop.writes.check()
-
-
-def _mover(
-    device: Any,
-    capacity: Sequence[int],
-    counters: Counters,
-    transforms: LoopTransforms,
-) -> Transfer | HostTransfer:
-    """Return the mover of a device, with its slots."""
-    if device.unified:
-        return HostTransfer(device, capacity, counters)
-    has_device_transform = transforms.device is not None
-    return Transfer(device, capacity, counters, has_device_transform=has_device_transform)

@@ -12,8 +12,8 @@ from pinfeed.pipeline.device_batches import DeviceBatches, MovedBatch
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop import CLOSED_WHILE_WAITING, Loop, LoopParts
 from pinfeed.pipeline.part_memory import known_nbytes
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource, is_end
+from pinfeed.pipeline.sources.source import host_batch_of
 from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
 from pinfeed.threads.exit import exit_hook
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,15 +59,22 @@ def loop_allocations(
         reads_for_host: Whether the rows are read for ``host_transform``.
     """
     depth = schedule.depth
+    on_host = unified or reads_for_host
+    place: Place = "host" if on_host else "device"
+    nbytes_of = _in_pages if on_host else _on_device
     written = [part for part in parts if part.is_written]
+    staged = [] if on_host else [part for part in parts if part.is_staged]
+    staged_writes = [part for part in staged if part.is_written]
     n_writes = n_held(depth) if written else 0
-    found = _part_allocations(
-        parts,
-        schedule,
-        n_writes,
-        unified=unified or reads_for_host,
-        what="rows for host_transform" if reads_for_host else "batches",
-    )
+    what = "rows for host_transform" if reads_for_host else "batches"
+    n = n_batches(depth, schedule.batches_per_slot)
+    found = [
+        Allocation(what, place, n, nbytes_of(parts)),
+        Allocation("values that are written back", place, n_writes, nbytes_of(written)),
+        Allocation("staging", "pinned", depth + 1, _in_pages(staged)),
+        # Two write-backs overlap.
+        Allocation("staging of a write-back", "pinned", 2, _in_pages(staged_writes)),
+    ]
     by_device = not unified and not all(part.is_staged for part in parts)
     found += index_allocations(n_rows, depth, n_writes, by_device=by_device)
     if written and depth and schedule.repeats:
@@ -75,38 +82,6 @@ def loop_allocations(
         found += shared_row_allocations(n_rows, depth, largest, unified=unified)
     found.append(Allocation("the order of the rows", "host", 1, ORDER_BYTES))
     return [item for item in found if item.total]
-
-
-def _part_allocations(
-    parts: Sequence[PartSize],
-    schedule: PrefetchSchedule,
-    n_held: int,
-    *,
-    unified: bool,
-    what: str = "batches",
-) -> list[Allocation]:
-    """List the memory of batches and of values that are written back, and their staging memory.
-
-    Args:
-        parts: Parts of the largest batch.
-        schedule: Number of batches to prefetch.
-        n_held: Number of write-backs that are in memory at a time.
-        unified: Whether the batches live in host memory.
-        what: Use of the batches.
-    """
-    place: Literal["host", "device"] = "host" if unified else "device"
-    nbytes_of = _in_pages if unified else _on_device
-    n = n_batches(schedule.depth, schedule.batches_per_slot)
-    written = [part for part in parts if part.is_written]
-    staged = [] if unified else [part for part in parts if part.is_staged]
-    staged_writes = [part for part in staged if part.is_written]
-    return [
-        Allocation(what, place, n, nbytes_of(parts)),
-        Allocation("values that are written back", place, n_held, nbytes_of(written)),
-        Allocation("staging", "pinned", schedule.depth + 1, _in_pages(staged)),
-        # Two write-backs overlap.
-        Allocation("staging of a write-back", "pinned", 2, _in_pages(staged_writes)),
-    ]
 
 
 def _in_pages(parts: Sequence[PartSize]) -> int:
@@ -198,10 +173,10 @@ def order_allocations(rows: Any) -> list[Allocation]:
     return found
 
 
-def ragged_sizes(
-    store: RaggedStore, rows: Any, *, is_limited: bool, is_staged: bool
-) -> Callable[[int], list[PartSize]]:
-    """Return a function from the number of rows of a batch to the sizes of its ragged arrays.
+def ragged_parts(
+    store: RaggedStore, rows: Any, n_rows: int, *, is_limited: bool, is_staged: bool
+) -> list[PartSize]:
+    """Return the sizes of the ragged arrays of a batch.
 
     With limits, or with batches that are bounded by elements, every batch reserves memory for the
     largest batch. Without either, one very long row would multiply the memory of all batches.
@@ -210,30 +185,27 @@ def ragged_sizes(
     Args:
         store: The ragged rows.
         rows: An order, or any other iterable of row indices or batches.
+        n_rows: Number of rows of the batch.
         is_limited: Whether there are memory limits.
         is_staged: Whether the batches are moved to a device.
     """
+    padded = store.layout == "padded"
     max_elements = None
     copies = known(rows).most_copies
     if isinstance(rows, LengthBatches):
-        max_elements = rows.most_elements(padded=store.layout == "padded")
+        max_elements = rows.most_elements(padded=padded)
         copies = rows.order.most_copies
-    is_exact = is_limited or max_elements is not None
-
-    def sizes(n_rows: int) -> list[PartSize]:
-        elements, bounds = _most_elements(store, n_rows, copies, max_elements)
-        most = [*(elements * row_nbytes(part) for part in store.parts), bounds]
-        if is_exact:
-            return [PartSize(nbytes, nbytes, is_staged) for nbytes in most]
-        n_usual = store.row_lengths.usual_elements(n_rows, padded=store.layout == "padded")
-        usual = [*(n_usual * row_nbytes(part) for part in store.parts), bounds]
-        # Memory that grows is rounded up by at most a sixteenth.
-        return [
-            PartSize(nbytes + -(-nbytes // 16), min(nbytes, reserved), is_staged)
-            for nbytes, reserved in zip(most, usual, strict=True)
-        ]
-
-    return sizes
+    elements, bounds = _most_elements(store, n_rows, copies, max_elements)
+    most = [*(elements * row_nbytes(part) for part in store.parts), bounds]
+    if is_limited or max_elements is not None:
+        return [PartSize(nbytes, nbytes, is_staged) for nbytes in most]
+    n_usual = store.row_lengths.usual_elements(n_rows, padded=padded)
+    usual = [*(n_usual * row_nbytes(part) for part in store.parts), bounds]
+    # Memory that grows is rounded up by at most a sixteenth.
+    return [
+        PartSize(nbytes + -(-nbytes // 16), min(nbytes, reserved), is_staged)
+        for nbytes, reserved in zip(most, usual, strict=True)
+    ]
 
 
 def _most_elements(

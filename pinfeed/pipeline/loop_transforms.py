@@ -12,8 +12,7 @@ from pinfeed.devices.device import Tensor
 from pinfeed.memory.limits import n_batches
 from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup, host_batch_of
 from pinfeed.pipeline.sources.user_calls import BatchTransform, TransformCall
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.spans import Lane

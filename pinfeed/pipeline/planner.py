@@ -21,7 +21,7 @@ from pinfeed.pipeline.loop_memory import (
     PartSize,
     loop_allocations,
     order_allocations,
-    ragged_sizes,
+    ragged_parts,
 )
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -139,16 +139,6 @@ class Planner:
             return max(1, self.rows.length(n_rows))
         return self._largest_given or n_rows
 
-    @functools.cached_property
-    def _ragged_sizes(self) -> list[Callable[[int], list[PartSize]]]:
-        """For each ragged store, the parts of a batch as a function of its number of rows."""
-        is_limited = self.config is not None
-        is_staged = not self.device.unified
-        return [
-            ragged_sizes(store, self.rows, is_limited=is_limited, is_staged=is_staged)
-            for store in self.tree.ragged
-        ]
-
     def _parts(self, n_rows: int) -> list[PartSize]:
         """Return the parts of a batch, those of ragged stores last."""
         # Batches that are bounded by elements have far fewer rows than the largest possible batch.
@@ -163,7 +153,13 @@ class Planner:
             )
             for store in self.tree.stores
         ]
-        return parts + [part for sizes in self._ragged_sizes for part in sizes(n_rows)]
+        is_limited = self.config is not None
+        is_staged = not self.device.unified
+        for store in self.tree.ragged:
+            parts += ragged_parts(
+                store, self.rows, n_rows, is_limited=is_limited, is_staged=is_staged
+            )
+        return parts
 
     def _n_batch_rows(self, batch_size: int, depth: int) -> int:
         """Return the rows of all batches in memory."""

@@ -71,9 +71,7 @@ class EpochPosition:
             self._hooks.restart(epoch)
             if self.is_at_rest:
                 self._warn_if_dropped(epoch)
-        self.epoch = epoch
-        self.batch = batch
-        self.checksum = checksum
+        self._go_to(epoch, batch, checksum)
         self.is_at_rest = False
         self._completed = None
         return batch
@@ -101,10 +99,8 @@ class EpochPosition:
 
     def state(self) -> dict[str, Any]:
         """Return the position as plain values."""
-        if self.is_at_rest:
-            epoch, batch, checksum = self.next()
-        else:
-            epoch, batch, checksum = self.epoch, self.batch, self.checksum
+        position = (self.epoch, self.batch, self.checksum)
+        epoch, batch, checksum = self.next() if self.is_at_rest else position
         state = {
             "epoch": epoch,
             "batch": batch,
@@ -126,10 +122,7 @@ class EpochPosition:
         if is_complete:
             self._go_to(epoch + 1)
         else:
-            self.epoch = epoch
-            self.batch = batch
-            self.checksum = checksum
-        self.is_at_rest = True
+            self._go_to(epoch, batch, checksum)
         self._hooks.epoch_changed(self.epoch)
 
     def check(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -166,11 +159,11 @@ class EpochPosition:
             )
         return epoch, batch, checksum
 
-    def _go_to(self, epoch: int) -> None:
-        """Make the next run begin at the first batch of ``epoch``."""
+    def _go_to(self, epoch: int, batch: int = 0, checksum: int = 0) -> None:
+        """Make the next run begin at a batch of ``epoch``, by default the first one."""
         self.epoch = epoch
-        self.batch = 0
-        self.checksum = 0
+        self.batch = batch
+        self.checksum = checksum
         self.is_at_rest = True
 
     def _warn_if_dropped(self, epoch: int) -> None:

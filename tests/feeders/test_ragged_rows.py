@@ -33,7 +33,7 @@ from pinfeed import (
     WriteBackError,
     rows,
 )
-from pinfeed.pipeline.loop_memory import ragged_sizes
+from pinfeed.pipeline.loop_memory import ragged_parts
 from pinfeed.testing import SimDevice, favour, lazy
 
 LAYOUTS: list[Any] = ["offsets", "padded", "jagged"]
@@ -351,18 +351,20 @@ def test_no_batch_is_larger_than_planned(
                 lengths, 60, order=rows.shuffled(2), padded=kind.startswith("padded")
             )
         }
-    sizes = [
-        ragged_sizes(store, chosen["rows"], is_limited=is_limited, is_staged=False)
-        for is_limited in (False, True)
-    ]
     with Feeder(store, device="cpu", depth=0, **chosen) as feeder:
         most = feeder.batch_size
         assert most is not None
         for batch in feeder.batches():
             nbytes = [tensor.nbytes for tensor in batch.data]
             assert len(batch.rows) <= most
-            for parts_of in sizes:
-                parts = parts_of(len(batch.rows))
+            for is_limited in (False, True):
+                parts = ragged_parts(
+                    store,
+                    chosen["rows"],
+                    len(batch.rows),
+                    is_limited=is_limited,
+                    is_staged=False,
+                )
                 assert all(n <= part.nbytes for n, part in zip(nbytes, parts, strict=True))
 
 

@@ -280,3 +280,14 @@ def test_modes_of_the_loop_do_not_reach_samples(depth: int) -> None:
         [batch] = wrap_dataset(range(1), sample, batch_size=1, depth=depth, device="cpu")
         assert torch.get_num_threads() == before
     assert [x.item() for x in batch] == [True, False, 1]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_batches_are_collated_outside_of_the_modes(depth: int, reproducible: bool) -> None:
+    def collate(samples: list[int]) -> tuple[list[int], bool]:
+        return samples, torch.is_grad_enabled()
+
+    given: dict[str, Any] = {"depth": depth, "reproducible": reproducible}
+    with torch.no_grad(), wrap_dataset(range(4), batch_size=2, collate_fn=collate, **given) as made:
+        assert list(made) == [([0, 1], True), ([2, 3], True)]

@@ -6,19 +6,20 @@ import contextlib
 import copy
 import functools
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device
-from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.sources.row_fetch import RowFetch
-from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
+from pinfeed.pipeline.sources.sample_batch import SkippedSamples
 from pinfeed.pipeline.sources.source import (
     BatchThunk,
     HostBatch,
     Source,
     failed_batch,
+    host_batch_of,
     made_or_failed,
 )
 from pinfeed.pipeline.sources.user_calls import BatchTransform, guarded
@@ -148,15 +149,11 @@ class LoaderSource(Source):
         """
         assert self._begun is not None
         for i in range(n):
-            try:
-                guarded(next, self._begun)
-            except WorkerError as error:
-                if not isinstance(error.__cause__, StopIteration) or not is_end(error.__cause__):
-                    raise
+            if guarded(next_batch, self._begun) is END:
                 raise ArgumentError(
                     f"{n} batches of this epoch were done when the state was saved, but the loader "
                     f"now yields only {i}; make the loader as it was when the state was saved"
-                ) from None
+                )
 
     def finish(self) -> None:
         """Drop the remaining batches, so that the loader ends its epoch as usual."""
@@ -253,56 +250,53 @@ class LoaderSource(Source):
         return functools.partial(self.fetch.add, batch, self.fetch.ids(batch))
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, after ``host_transform``; ``END`` after the last batch.
+        """Return the next batch; ``END`` after the last one.
 
-        Reader threads call this, one at a time. If thunks call ``host_transform``, this returns the
-        call that a thunk makes.
+        Reader threads call this, one at a time. It calls ``host_transform``, unless thunks do so.
         """
         number = self._number
         # The number counts batches that fail, too.
         self._number += 1
         batch = next_batch(batches)
-        if self.host_transform is None or batch is END:
+        if self.host_transform is None or self.transforms_in_thunks or batch is END:
             return batch
-        if self.transforms_in_thunks:
-            return functools.partial(self.host_transform, batch, self._epoch, number)
         batch = self.host_transform(batch, self._epoch, number)
         if self._memory is not None:
             self._memory.check(batch)
         return batch
 
-    @property
-    def _draw(self) -> Callable[[Any], BatchThunk]:
-        """Function that makes the thunk of what ``next_batch`` has returned."""
+    def _thunk(self, batch: Any) -> BatchThunk:
+        """Make the thunk of what ``next_batch`` has returned."""
         if not self.transforms_in_thunks:
-            return self.draw
-        return functools.partial(functools.partial, self._transform)
+            return self.draw(batch)
+        return functools.partial(self._transformed, batch, self._number - 1)
 
-    def _transform(self, call: Callable[[], Any]) -> HostBatch:
-        """Make a batch from a call of ``host_transform``, in any reader thread."""
-        return self.draw(call())()
+    def _transformed(self, batch: Any, number: int) -> HostBatch:
+        """Make a batch of the result of ``host_transform``, in any reader thread."""
+        assert self.host_transform is not None
+        return self.draw(self.host_transform(batch, self._epoch, number))()
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+        next_thunk = self._next_thunk_or_error if self.keeps_errors else self._next_thunk
         with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
-            if self.keeps_errors:
-                while (thunk := self._draw_next_or_error(batches)) is not None:
-                    yield thunk
-                return
-            ask = next_batch if self.host_transform is None else self.next_batch
-            draw = self._draw
-            while (batch := ask(batches)) is not END:
-                yield draw(batch)
+            while (thunk := next_thunk(batches)) is not None:
+                yield thunk
 
-    def _draw_next_or_error(self, batches: Iterator[Any]) -> BatchThunk | None:
+    def _next_thunk(self, batches: Iterator[Any]) -> BatchThunk | None:
+        """Return the thunk of the next batch; None after the last one."""
+        batch = self.next_batch(batches)
+        return None if batch is END else self._thunk(batch)
+
+    def _next_thunk_or_error(self, batches: Iterator[Any]) -> BatchThunk | None:
         """Return the thunk of the next batch, or of its error; None after the last one."""
         try:
-            batch = guarded(self.next_batch, batches)
-            thunk = None if batch is END else guarded(self._draw, batch)
+            thunk = guarded(self._next_thunk, batches)
         except Exception as error:
             return functools.partial(failed_batch, error)
-        return None if thunk is None else made_or_failed(thunk)
+        return None if thunk is None else functools.partial(made_or_failed, thunk)
 
 
+@dataclass(eq=False)
 class LoaderBatches:
     """Iterator over the batches of an epoch, which reader threads request one at a time.
 
@@ -312,38 +306,32 @@ class LoaderBatches:
         memory: Memory of the last batches; None if it is not checked.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        generators: Sequence[GeneratorStates],
-        memory: FilledMemory | None,
-    ) -> None:
-        self._batches = batches
-        self._generators = generators
-        self._memory = memory
-        self._is_waiting = False
+    batches: Iterator[Any]
+    generators: Sequence[GeneratorStates]
+    memory: FilledMemory | None
+    _is_waiting: bool = field(default=False, init=False)
 
     def __iter__(self) -> LoaderBatches:
         return self
 
     def __next__(self) -> Any:
-        for generator in self._generators:
+        for generator in self.generators:
             generator.begin_batch()
         self._is_waiting = True
         try:
-            batch = next(self._batches)
+            batch = next(self.batches)
         finally:
             self._is_waiting = False
             # The end of an epoch, and a batch that fails, may draw random numbers, too.
-            for generator in self._generators:
+            for generator in self.generators:
                 generator.end_batch()
-        if self._memory is not None:
-            self._memory.check(batch)
+        if self.memory is not None:
+            self.memory.check(batch)
         return batch
 
     def close(self) -> None:
         """End the loop over the batches of a feeder."""
-        close: Any = getattr(self._batches, "close", None)
+        close: Any = getattr(self.batches, "close", None)
         if close is not None:
             close()
 
@@ -352,7 +340,7 @@ class LoaderBatches:
 
         Torch raises the error in the main thread. Its iterator would notice it after 5 s only.
         """
-        running: Any = self._batches
+        running: Any = self.batches
         workers = () if getattr(running, "_shutdown", True) else running._workers
         if self._is_waiting and not all(worker.is_alive() for worker in workers):
             # The reader thread takes it for a batch, and fails.

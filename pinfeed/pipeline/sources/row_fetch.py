@@ -15,8 +15,7 @@ import numpy as np
 
 from pinfeed.devices.device import Device, RowCopy, Tensor, TensorRange
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup, host_batch_of
 from pinfeed.readahead.strategy import ReadStrategy, UnreadRows
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
@@ -138,16 +137,16 @@ class RowFetch:
             checked = check_rows(of_spec.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
             rows, positions = first_occurrences(checked)
             distinct = [serve(rows) for serve in serving]
-            is_spread = positions is not None and not self.device.unified
-            if not self.device.unified:
+            is_unified = self.device.unified
+            if not is_unified:
                 groups.append(RowGroup(rows, len(parts), spec.stores))
-            if positions is None or is_spread:
+            if positions is None:
                 parts += distinct
-            else:
+            elif is_unified:
                 parts += [RepeatedRows(of_store, positions) for of_store in distinct]
-            if positions is not None and is_spread:
-                parts.append(ArrayPart(positions.astype(np.int32)))
-            shapes.append((of_spec.shape, is_spread))
+            else:
+                parts += [*distinct, ArrayPart(positions.astype(np.int32))]
+            shapes.append((of_spec.shape, positions is not None and not is_unified))
         rebuild = functools.partial(
             self._rebuild, host_batch.rebuild, len(host_batch.parts), shapes
         )
@@ -173,13 +172,12 @@ class RowFetch:
         fetched = {}
         for spec, (shape, is_spread) in zip(self.specs, shapes, strict=True):
             rows = [next(tensors) for _ in spec.stores]
-            if is_spread:
-                positions = next(tensors)
-                pairs = zip(rows, spec.stores, strict=True)
-                rows = [self._spread(distinct, positions, store) for distinct, store in pairs]
-            if len(shape) != 1:
-                pairs = zip(rows, spec.stores, strict=True)
-                rows = [of_store.reshape((*shape, *store.row_shape)) for of_store, store in pairs]
+            positions = next(tensors) if is_spread else None
+            for i, store in enumerate(spec.stores):
+                if positions is not None:
+                    rows[i] = self._spread(rows[i], positions, store)
+                if len(shape) != 1:
+                    rows[i] = rows[i].reshape((*shape, *store.row_shape))
             fetched[spec.key] = spec.rebuild(iter(rows))
         return batch, fetched
 

@@ -101,11 +101,9 @@ class RowSource(OrderedSource):
 
     def memory_rows(self) -> list[MemoryRows] | None:
         """Return where the rows of each store are, if all can be copied natively from now on."""
-        if self.ragged:
-            return None
         found = [strategy.memory_rows() for strategy in self.strategies]
         rows = [one for one in found if one is not None]
-        return rows if len(rows) == len(found) else None
+        return rows if len(rows) == len(found) and not self.ragged else None
 
     def _files(self) -> list[FileStore]:
         found = (*self.stores, *(part for reads in self.ragged for part in reads.store.parts))

@@ -1,21 +1,27 @@
-"""SampleBatch: a batch of samples that threads make, each of them written to its place."""
+"""SampleBatch: a batch of samples that threads make; SkippedSamples: samples that it leaves out."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch
+from pinfeed.errors import ReadError
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch, host_batch_of
 from pinfeed.pipeline.sources.user_calls import drop_frames, guarded
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.threads.call import Pending, Workers
+from pinfeed.validation.arguments import check_choice, whole_number
+
+logger = logging.getLogger("pinfeed")
 
 Array = npt.NDArray[Any]
 MakeSamples = Callable[[], AbstractContextManager[Callable[[int], Any]]]
@@ -43,6 +49,7 @@ class SampleBatch:
         collate: Makes a batch from a list of samples; None is ``default_collate``.
         skipped: Receives the samples that failed and were left out, when the loop receives the
             batch; None to raise the error of the first sample that fails.
+        in_one_thread: Whether a single thread makes all samples.
     """
 
     def __init__(
@@ -51,45 +58,49 @@ class SampleBatch:
         n: int,
         collate: Callable[[list[Any]], Any] | None,
         skipped: Callable[[Failures], object] | None,
+        *,
+        in_one_thread: bool = False,
     ) -> None:
         self._make_samples = make_samples
         self._n = n
         self._collate = collate
         self._skipped = skipped
         self._positions = deque(range(n))
-        self._is_stopped = False
+        # Whether a sample has failed that is not left out.
+        self._has_failed = False
         self._check_stop: CheckStop = never
         # None if the thread of the loop makes the samples.
         self._workers: Workers | None = None
-        self._n_threads = 1
+        self._n_threads = 1 if in_one_thread else n
         self._calls: list[Pending[None]] = []
-        # Guards the next six attributes. Without it, a sample that is made while the memory of the
+        # Guards the next four attributes. Without it, a sample that is made while the memory of the
         # batch becomes known could be kept, but never written. ``_places`` is set once, so a thread
         # may use it without the lock.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._layout: Any = None
-        # Position of the first sample that has not failed, while there is no layout.
-        self._first = 0
         # For each leaf its array or list; None until the memory of the batch is known.
         self._places: list[Any] | None = None
-        # Samples by position, while their places are not known.
+        # Samples by position, while their places are not known. Later only those without a place,
+        # because ``default_collate`` would convert them.
         self._samples: dict[int, Any] = {}
-        # Samples by position that have no place, because ``default_collate`` would convert them.
-        self._converted: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
         # Memory of the columns so far, and the number of samples, which the HostBatch has.
         self._arrays: list[Array] = []
         self._sizes = [(n, 0)]
 
-    def begin(self, workers: Workers, n_threads: int) -> None:
-        """Make threads begin with the samples; otherwise, ``host_batch`` makes them."""
-        self._workers = workers
-        self._n_threads = min(n_threads, self._n)
-        self._continue()
+    def begin(self, workers: Workers | None, n_threads: int, check_stop: CheckStop) -> None:
+        """Make threads begin with the samples; without threads, ``host_batch`` makes them.
 
-    def stop(self) -> None:
-        """Make no more samples, because the loop has ended. Any thread may call this."""
-        self._is_stopped = True
+        Args:
+            workers: The threads; None without threads.
+            n_threads: Number of threads that make samples.
+            check_stop: Raises an error when the loop has ended; called before each sample.
+        """
+        self._check_stop = check_stop
+        self._workers = workers
+        if workers is not None:
+            self._n_threads = min(n_threads, self._n_threads)
+            self._continue()
 
     def host_batch(self) -> HostBatch:
         """Return the batch, and make its samples when its parts are read (reader).
@@ -121,19 +132,20 @@ class SampleBatch:
         n_columns = sum(column is not None for column in self._layout.columns)
         if len(self._arrays) < n_columns:
             return
-        self._check_stop = check_stop
         arrays = iter(self._arrays)
         with self._lock:
             self._places = [
                 [None] * self._n if column is None else next(arrays)
                 for column in self._layout.columns
             ]
-        while self._samples:
-            self._write(*self._samples.popitem())
+            samples = self._samples
+            self._samples = {}
+        while samples:
+            self._write(*samples.popitem())
         self._continue()
         self._wait()
         check_stop()
-        if self._converted:
+        if self._samples:
             raise OtherBatch(self.reporting(host_batch_of(self._collate_written())))
         if self._errors:
             self._close_gaps()
@@ -150,7 +162,7 @@ class SampleBatch:
         """Make samples until none is left, or until one has to wait for the memory of the batch."""
         with self._make_samples() as make:
             is_kept = False
-            while not self._is_stopped and not is_kept:
+            while not self._has_failed and not is_kept:
                 try:
                     self._check_stop()
                     position = self._positions.popleft()
@@ -187,23 +199,20 @@ class SampleBatch:
         except Exception as error:
             if self._layout.converts(sample):
                 with self._lock:
-                    self._converted[position] = sample
+                    self._samples[position] = sample
             else:
                 self._fail(position, error)
 
     def _fail(self, position: int, error: BaseException) -> None:
+        """Note the error of a sample."""
         with self._lock:
-            self._note(position, error)
+            self._errors[position] = error
+            if self._may_skip(error):
+                # Its frames would keep the batch as long as the error.
+                drop_frames(error)
+            else:
+                self._has_failed = True
             self._find_layout()
-
-    def _note(self, position: int, error: BaseException) -> None:
-        """Note the error of a sample (with the lock)."""
-        self._errors[position] = error
-        if self._may_skip(error):
-            # Its frames would keep the batch as long as the error.
-            drop_frames(error)
-        else:
-            self._is_stopped = True
 
     def _may_skip(self, error: BaseException) -> bool:
         return self._skipped is not None and isinstance(error, Exception)
@@ -217,21 +226,20 @@ class SampleBatch:
             return
         from pinfeed.tensors.sample_layout import SampleLayout, collated
 
-        while True:
-            while self._first in self._errors:
-                self._first += 1
-            if self._first not in self._samples:
-                return
-            try:
-                layout = SampleLayout(self._samples[self._first])
-            except Exception as error:
-                del self._samples[self._first]
-                self._note(self._first, error)
-                continue
-            if not layout.stacks:
-                self._collate = collated
-            self._layout = layout
+        first = next(i for i in itertools.count() if i not in self._errors)
+        if first not in self._samples:
             return
+        try:
+            layout = SampleLayout(self._samples[first])
+        except Exception as error:
+            del self._samples[first]
+            # This lets the next sample give the layout.
+            self._fail(first, error)
+            return
+        if not layout.stacks:
+            self._collate = collated
+        # The reader looks at the layout without the lock, so it is set last.
+        self._layout = layout
 
     def _wait(self) -> None:
         """Wait until the threads have made all samples.
@@ -251,8 +259,9 @@ class SampleBatch:
             finally:
                 # The error's traceback keeps this frame, which must not keep the error.
                 del error
-        if self._is_stopped:
+        if self._has_failed:
             raise Cancelled
+        self._check_stop()
 
     def batch(self) -> Any:
         """Return what ``collate`` makes from all samples; NoSamples if all failed (reader).
@@ -275,8 +284,8 @@ class SampleBatch:
 
         samples = []
         for position in range(self._n):
-            if position in self._converted:
-                samples.append(self._converted[position])
+            if position in self._samples:
+                samples.append(self._samples[position])
             elif position not in self._errors:
                 samples.append(self._layout.sample(position, self._places))
         return guarded(collated, samples)
@@ -320,14 +329,96 @@ class SampleBatch:
         return batch
 
 
-class _ColumnPart:
+class _ColumnPart(NamedTuple):
     """A column of a batch, as a part; the last one that is read makes the samples of all."""
 
-    def __init__(self, batch: SampleBatch, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._batch = batch
-        self.shape = shape
-        self.dtype = dtype
+    batch: SampleBatch
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
     def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Fill ``out``, at the latest when the last column of the batch is read."""
-        self._batch.read(out, check_stop)
+        self.batch.read(out, check_stop)
+
+
+class SkippedSamples:
+    """The samples that the loops of a feeder have left out.
+
+    Args:
+        most: Number of samples that a loop may leave out.
+
+    Attributes:
+        found: Epoch, index and error of each sample, in the order of the loop's batches.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.found: list[tuple[int, Any, Exception]] = []
+        self._most = most
+        self._n_in_loop = 0
+
+    @staticmethod
+    def for_option(on_error: Any, max_skipped: Any) -> SkippedSamples | None:
+        """Return the samples that loops have left out; None if ``on_error`` is not ``"skip"``.
+
+        Raises:
+            ArgumentError: If an option is invalid.
+        """
+        check_choice(on_error, "on_error", ("raise", "next", "skip"))
+        most = whole_number(max_skipped, "max_skipped", least=0)
+        return SkippedSamples(most) if on_error == "skip" else None
+
+    def begin(self) -> None:
+        """Note that a loop begins."""
+        self._n_in_loop = 0
+
+    def of(self, epoch: int, indices: Sequence[Any]) -> Callable[[Failures], object]:
+        """Return the function that notes the failures of a batch, when the loop receives it.
+
+        Args:
+            epoch: Number of the epoch.
+            indices: Index in the dataset of each sample of the batch.
+        """
+        return functools.partial(self._add, epoch, indices)
+
+    def without_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches that have samples."""
+        given = []
+        for batch in batches:
+            if type(batch) is not NoSamples:
+                given.append(batch)
+            del batch
+            if given:
+                # From now on, the loop alone keeps the batch.
+                yield given.pop()
+
+    @staticmethod
+    def passing(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Return ``device_transform`` as a function that passes batches without samples."""
+        if not callable(function):
+            return function
+
+        @functools.wraps(getattr(function, "forward", function))
+        def transform(batch: Any, **given: Any) -> Any:
+            return batch if type(batch) is NoSamples else function(batch, **given)
+
+        return transform
+
+    def _add(self, epoch: int, indices: Sequence[Any], failures: Failures) -> None:
+        """Note failures.
+
+        Raises:
+            ReadError: If the loop has left out too many samples.
+        """
+        if not failures:
+            return
+        for position, error in failures:
+            index = indices[position]
+            self.found.append((epoch, index, error))
+            logger.warning("skipped dataset[%r] in epoch %d: %r", index, epoch, error)
+        self._n_in_loop += len(failures)
+        if self._n_in_loop > self._most:
+            _, index, error = self.found[-1]
+            raise ReadError(
+                f"{self._n_in_loop} samples failed in epoch {epoch}; expected at most "
+                f"max_skipped={self._most}; the last one is dataset[{index!r}]: {error!r}"
+            ) from error

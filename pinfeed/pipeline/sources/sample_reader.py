@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, add_note
-from pinfeed.pipeline.sources.host_leaves import copied
 from pinfeed.pipeline.sources.sample_batch import SampleBatch
 from pinfeed.pipeline.sources.sample_source import BatchesOfSamples
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.stores.host_rows import CheckStop
 from pinfeed.tensors.dtypes import check_dtype
+from pinfeed.tensors.pytree import flatten
 
 Array = npt.NDArray[Any]
 Apply = Callable[[Iterator[Any]], Any]
@@ -192,7 +192,7 @@ class SampleReader:
                 f"consume all {wanted} before it returns, because inputs and outputs would not "
                 "match otherwise"
             )
-        return copied(batch, self.apply_name)
+        return _copied(batch, self.apply_name)
 
     def array(self, sample: Any, identity: int) -> Array:
         """Convert a sample to an array."""
@@ -227,6 +227,35 @@ class SampleReader:
         except Exception as error:
             add_note(error, f"in {self.call(identity)}")
             raise
+
+
+def _copied(batch: Any, name: str) -> Any:
+    """Return a batch of a user's function with copies of its arrays and CPU tensors.
+
+    The function may keep them, and fill them again. Arrays become tensors.
+
+    Args:
+        batch: The batch.
+        name: Name of the function in error messages.
+
+    Raises:
+        StoreError: If torch does not have the dtype of an array.
+    """
+    leaves, rebuild = flatten(batch, name)
+    return rebuild(iter([_copied_leaf(leaf, path) for path, leaf in leaves]))
+
+
+def _copied_leaf(leaf: Any, name: str) -> Any:
+    import torch
+
+    from pinfeed.tensors.numpy_torch import to_torch
+
+    if isinstance(leaf, np.ndarray):
+        return to_torch(np.array(leaf, check_dtype(leaf.dtype, name)))
+    is_dense = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested
+    if is_dense and leaf.is_cpu and not leaf.requires_grad:
+        return leaf.clone()
+    return leaf
 
 
 @dataclass(frozen=True)

@@ -1,149 +1,33 @@
-"""SampleSource: batches of the samples of a dataset, which threads make."""
+"""Sources of samples that threads make: of a dataset, and of the dataset of a DataLoader."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import threading
-import weakref
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.errors import ArgumentError, add_note
+from pinfeed.devices.device import Device
+from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.sample_batch import SampleBatch
-from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
-from pinfeed.pipeline.sources.source import BatchThunk, OrderedSource, made_or_failed
+from pinfeed.pipeline.sources.loader_source import LoaderSource, next_batch
+from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch, SkippedSamples
+from pinfeed.pipeline.sources.sample_maker import SampleMaker, SampleThreads
+from pinfeed.pipeline.sources.source import (
+    BatchThunk,
+    HostBatch,
+    OrderedSource,
+    host_batch_of,
+    made_or_failed,
+)
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.rows.batches import RowIndices
 from pinfeed.rows.order_batches import OrderBatches, RankBatches
-from pinfeed.threads.call import Workers
-from pinfeed.validation.arguments import takes_parameter
-
-_OF_SAMPLES = 2
-"""Number in the seeds of samples; 0 and 1 are in those of batch transforms."""
-_OF_COLLATE = 3
-"""Number in the seeds of ``collate_fn``."""
-_OF_READ = 4
-"""Number in the seeds of batches that a dataset reads in one call."""
-
-
-@dataclass(frozen=True)
-class SampleMaker:
-    """Makes the samples of a dataset, each with random numbers of its own.
-
-    Args:
-        read: Returns the item of an index.
-        transform: Function of an item; None for the items themselves.
-        seed: Seed of the random numbers.
-        reproducible: Whether torch's functions draw from the generator of the sample.
-        read_batch: Returns the items of several indices, with random numbers of the batch; None to
-            read one item at a time.
-    """
-
-    read: Callable[[Any], Any]
-    transform: Callable[..., Any] | None
-    seed: int
-    reproducible: bool
-    read_batch: Callable[[list[Any]], Sequence[Any]] | None = None
-
-    @contextlib.contextmanager
-    def in_thread(
-        self, epoch: int, items: Sequence[Any], keys: Sequence[int]
-    ) -> Iterator[Callable[[int], Any]]:
-        """Make samples in the calling thread.
-
-        Args:
-            epoch: Number of the epoch.
-            items: Index of each sample in the dataset.
-            keys: Number of each sample in its seed.
-
-        Yields:
-            A function that makes the sample at a position of ``items``.
-        """
-        from pinfeed.tensors.sample_random import SampleRandom, one_compute_thread
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
-        random = SampleRandom()
-        # Items that were read in one call, without those that are samples already.
-        taken: list[Any] = []
-        seed = self.seed % 2**64
-        transform = self.transform
-        takes_generator = transform is not None and takes_parameter(transform, "generator")
-        takes_rng = transform is not None and takes_parameter(transform, "rng")
-
-        def read_all(read_batch: Callable[[list[Any]], Sequence[Any]]) -> None:
-            random.begin((seed, epoch, keys[0], _OF_READ))
-            with random if self.reproducible else contextlib.nullcontext():
-                try:
-                    taken.extend(guarded(read_batch, list(items)))
-                except Exception as error:
-                    add_note(error, f"in dataset.__getitems__({list(items)}), epoch {epoch}")
-                    raise
-            if len(taken) != len(items):
-                raise ArgumentError(
-                    f"dataset.__getitems__ returned {len(taken)} items for {len(items)} indices; "
-                    "expected one item for each index"
-                )
-
-        def make(position: int) -> Any:
-            if self.read_batch is not None:
-                if not taken:
-                    read_all(self.read_batch)
-                if transform is None:
-                    return taken[position]
-            random.begin((seed, epoch, keys[position], _OF_SAMPLES))
-            with random if self.reproducible else contextlib.nullcontext():
-                try:
-                    if taken:
-                        sample, taken[position] = taken[position], None
-                    else:
-                        sample = self.read(items[position])
-                    if transform is None:
-                        return sample
-                    given: dict[str, Any] = {}
-                    if takes_generator:
-                        given["generator"] = random.generator()
-                    if takes_rng:
-                        given["rng"] = random.rng()
-                    return transform(sample, **given)
-                except Exception as error:
-                    add_note(error, f"in the sample of dataset[{items[position]!r}], epoch {epoch}")
-                    raise
-
-        with modes_of_a_new_thread(), one_compute_thread():
-            yield make
-
-    def collating(
-        self, collate: Callable[[Any], Any], epoch: int, keys: Sequence[int]
-    ) -> Callable[[Any], Any]:
-        """Return a function that collates a batch, with random numbers of the batch.
-
-        Args:
-            collate: Makes a batch from a list of samples.
-            epoch: Number of the epoch.
-            keys: Number of each sample of the batch in its seed.
-        """
-        entropy = (self.seed % 2**64, epoch, *keys[:1], _OF_COLLATE)
-        return functools.partial(self._collate, collate, entropy)
-
-    def _collate(self, collate: Callable[[Any], Any], entropy: Sequence[int], samples: Any) -> Any:
-        from pinfeed.tensors.sample_random import SampleRandom
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
-        random = SampleRandom()
-        random.begin(entropy)
-        try:
-            if not self.reproducible:
-                return guarded(collate, samples)
-            with modes_of_a_new_thread(), random:
-                return guarded(collate, samples)
-        except Exception as error:
-            add_note(error, f"in collate_fn of {len(samples)} samples")
-            raise
+from pinfeed.threads.pool import Turns
 
 
 @dataclass(frozen=True)
@@ -214,31 +98,21 @@ class BatchesOfSamples(OrderedSource):
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
         self.threads.start()
-        return self._draws(number, self.batches.epoch(number, start, checksum))
+        batches = self.batches.epoch(number, start, checksum)
+        return (self._thunk(number, row_indices) for row_indices in batches)
 
     def stop(self) -> None:
         self.threads.stop()
 
-    @property
-    def _n_threads(self) -> int:
-        """Number of threads that make a batch."""
-        return self.threads.n
-
     @abstractmethod
     def _batch(self, epoch: int, indices: list[int]) -> SampleBatch:
-        """Return the batch of some samples, which threads have not begun."""
+        """Return the batch of some samples, which no thread has begun to make."""
 
-    def _thunk(self, batch: SampleBatch) -> BatchThunk:
+    def _thunk(self, epoch: int, row_indices: RowIndices) -> BatchThunk:
+        """Let threads begin to make the samples of a batch."""
+        batch = self._batch(epoch, row_indices.rows().tolist())
+        self.threads.begin(batch)
         return batch.host_batch
-
-    def _draws(
-        self, epoch: int, batches: Iterator[RowIndices]
-    ) -> Generator[BatchThunk, None, None]:
-        with self.threads.running():
-            for row_indices in batches:
-                batch = self._batch(epoch, row_indices.rows().tolist())
-                self.threads.begin(batch, self._n_threads)
-                yield self._thunk(batch)
 
 
 @dataclass(frozen=True)
@@ -260,27 +134,136 @@ class SampleSource(BatchesOfSamples):
             found["seed of samples"] = maker.seed
         return found
 
-    @property
-    def _n_threads(self) -> int:
-        return self.threads.n if self.samples.maker.read_batch is None else 1
-
     def _batch(self, epoch: int, indices: list[int]) -> SampleBatch:
-        maker, collate, skipped = self.samples.maker, self.samples.collate, self.samples.skipped
-        if maker.read_batch is not None and collate is None:
+        samples = self.samples
+        collate = samples.collate
+        if samples.maker.read_batch is not None and collate is None:
             from pinfeed.tensors.sample_layout import collated
 
             # All samples exist at once, so there is no need to write each of them to its place.
             collate = collated
-        return SampleBatch(
-            functools.partial(maker.in_thread, epoch, indices, indices),
-            len(indices),
-            None if collate is None else maker.collating(collate, epoch, indices),
-            None if skipped is None else skipped.of(epoch, indices),
-        )
+        return samples.maker.batch(epoch, indices, indices, collate, samples.skipped)
 
-    def _thunk(self, batch: SampleBatch) -> BatchThunk:
-        thunk = batch.host_batch
-        return made_or_failed(thunk) if self.samples.keeps_errors else thunk
+    def _thunk(self, epoch: int, row_indices: RowIndices) -> BatchThunk:
+        thunk = super()._thunk(epoch, row_indices)
+        return functools.partial(made_or_failed, thunk) if self.samples.keeps_errors else thunk
+
+
+class ThreadedLoaderSource(LoaderSource):
+    """The batches of a DataLoader, whose dataset threads of this process read.
+
+    Seeds and indices are drawn from the loader's generators as the loader itself draws them.
+
+    Args:
+        loader: The DataLoader.
+        n_threads: Number of threads that make samples; 0 if the loop's own thread makes them.
+        skipped: Notes the samples that are left out; None if none is left out.
+
+    Raises:
+        ArgumentError: If ``loader`` is no DataLoader of a dataset with items by index, or has a
+            state of its own.
+    """
+
+    _maker: SampleMaker
+    """Makes the samples of the epoch that was begun last."""
+    _keys: Iterator[int]
+    """Numbers of the samples of this epoch in their seeds."""
+    _turns: Turns
+    """Order in which ``host_transform`` and ``fetch`` take the batches of this epoch."""
+    _next_turns: Iterator[int]
+    """Turns of the batches that are not drawn yet."""
+
+    def __init__(self, loader: Any, n_threads: int, skipped: SkippedSamples | None) -> None:
+        super().__init__(loader)
+        _check_loader(loader)
+        self._n_threads = n_threads
+        self.skipped = skipped
+        # Makes a whole batch in one call; None if a call makes one sample.
+        self._read_batch = loader.dataset.__getitem__
+        if loader.batch_sampler is not None:
+            self._read_batch = batch_reader(loader.dataset)
+
+    def open(self, device: Device) -> None:
+        self._threads = SampleThreads(device.worker, self._n_threads)
+
+    def schedule(self, schedule: PrefetchSchedule) -> PrefetchSchedule:
+        """Return a schedule with enough reader threads to keep all threads busy."""
+        size = (self.loader.batch_size or 1) if self._read_batch is None else 1
+        return with_sample_readers(schedule, self._n_threads, size)
+
+    def begin(self) -> None:
+        import torch
+
+        loader = self.loader
+        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._begun = guarded(iter, indices)
+        seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        read = self._read_batch or loader.dataset.__getitem__
+        self._maker = SampleMaker(read, None, int(seed.item()), reproducible=True)
+        self._keys = itertools.count()
+        self._turns = Turns(is_shared=True)
+        self._next_turns = itertools.count()
+        self._threads.start()
+
+    def stop(self) -> None:
+        self._threads.stop()
+
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the indices of the next batch; ``END`` after the last batch."""
+        self._number += 1
+        return next_batch(batches)
+
+    def _may_fill_again(self) -> bool:
+        # The loader's iterator returns indices.
+        return False
+
+    def _thunk(self, batch: Any) -> BatchThunk:
+        # Thunks always call ``host_transform``.
+        return self.draw(batch)
+
+    def draw(self, batch: Any) -> BatchThunk:
+        """Let threads begin to make the samples of a batch, given their indices."""
+        from torch.utils.data import default_collate
+
+        is_changed = self.host_transform is not None or self.fetch is not None
+        collate = self.loader.collate_fn
+        if self._read_batch is not None:
+            indices = [batch]
+            collate = functools.partial(_collate_only, collate)
+        else:
+            indices = list(batch)
+            if collate is default_collate and indices and not is_changed:
+                collate = None
+        keys = list(itertools.islice(self._keys, len(indices)))
+        samples = self._maker.batch(self._epoch, indices, keys, collate, self.skipped)
+        self._threads.begin(samples)
+        if not is_changed:
+            return samples.host_batch
+        turn = next(self._next_turns)
+        return functools.partial(self._changed, samples, self._number - 1, turn)
+
+    def _changed(self, samples: SampleBatch, number: int, turn: int) -> HostBatch:
+        """Return a batch after ``host_transform``, with the rows of its ids (reader).
+
+        The functions of the user take one batch at a time, in order.
+        """
+        try:
+            batch = samples.batch()
+        except BaseException:
+            # The next batch waits for this turn, too.
+            with self._turns.taken(turn):
+                raise
+        with self._turns.taken(turn):
+            if type(batch) is NoSamples:
+                thunk: BatchThunk = functools.partial(host_batch_of, batch)
+            else:
+                if self.host_transform is not None:
+                    batch = self.host_transform(batch, self._epoch, number)
+                thunk = super().draw(batch)
+        return samples.reporting(thunk())
+
+    def loop_context(self) -> contextlib.AbstractContextManager[object]:
+        return self._threads.running()
 
 
 def with_sample_readers(
@@ -300,52 +283,39 @@ def with_sample_readers(
     return dataclasses.replace(schedule, n_readers=max(schedule.n_readers, n_readers))
 
 
-class SampleThreads:
-    """Threads that make samples while a loop over their source runs, and the batches they make.
+def batch_reader(dataset: Any) -> Callable[[list[Any]], Sequence[Any]] | None:
+    """Return the ``__getitems__`` of a dataset; None if it reads one item at a time."""
+    from torch.utils.data import Subset
 
-    Args:
-        worker: Makes a pool of threads, given their name and number.
-        n: Number of threads; 0 if the loop's own thread makes the samples.
-    """
+    # A Subset passes the indices on, and otherwise reads one item after the other.
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
 
-    def __init__(self, worker: Callable[[str, int], Workers], n: int) -> None:
-        self.n = n
-        self._worker = worker
-        self._pool: Workers | None = None
-        self._batches: weakref.WeakSet[SampleBatch] = weakref.WeakSet()
-        self._is_stopped = False
-        # A reader may begin a batch while another thread, or a signal handler, ends the loop.
-        self._lock = threading.RLock()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Start the threads, and join them at the end, unless an outer context has done so."""
-        if not self.n or self._pool is not None:
-            yield
-            return
-        self._pool = pool = self._worker("pinfeed-sample", self.n)
-        try:
-            yield
-        finally:
-            self._pool = None
-            pool.shutdown(wait=True)
+def _collate_only(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Make a batch from the only element of a list."""
+    return collate(samples[0])
 
-    def start(self) -> None:
-        """Note that a loop begins."""
-        self._is_stopped = False
 
-    def begin(self, batch: SampleBatch, n_threads: int) -> None:
-        """Let threads begin with a batch; without threads, its ``host_batch`` makes it."""
-        with self._lock:
-            self._batches.add(batch)
-            if self._is_stopped:
-                batch.stop()
-        if self._pool is not None:
-            batch.begin(self._pool, n_threads)
+def _check_loader(loader: Any) -> None:
+    """Raise ArgumentError unless threads can make the samples of a loader."""
+    from torch.utils.data import DataLoader, IterableDataset
 
-    def stop(self) -> None:
-        """Make no more samples, because the loop has ended. Any thread may call this."""
-        with self._lock:
-            self._is_stopped = True
-            for batch in self._batches:
-                batch.stop()
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        raise ArgumentError(
+            f"threads was given with a {kind}; expected a torch DataLoader, whose dataset has "
+            "items by index; leave out threads, or use pinfeed.wrap_dataset(dataset, threads=...)"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ArgumentError(
+            f"threads was given with a DataLoader of a {type(loader.dataset).__name__}, which is "
+            "iterable and has no items by index; leave out threads, or give a map-style dataset"
+        )
+    if hasattr(loader, "state_dict"):
+        raise ArgumentError(
+            f"threads was given with a {kind}, whose state covers only batches that it makes "
+            "itself; use pinfeed.wrap_dataset(dataset, threads=...), which can be resumed too"
+        )

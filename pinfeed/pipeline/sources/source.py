@@ -1,4 +1,4 @@
-"""Source: batches on the host, epoch by epoch; HostBatch: one of them."""
+"""Source: batches on the host, epoch by epoch; HostBatch: one of them; HostLeaf: part of one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pinfeed.rows.batches import EpochHooks, RowBatches
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Store
-from pinfeed.tensors.pytree import Rebuild
+from pinfeed.tensors.pytree import Rebuild, flatten
 
 
 class Cancelled(Exception):
@@ -87,7 +87,7 @@ class RowGroup(NamedTuple):
         return RowGroup(self.written, self.first, self.stores)
 
 
-BRIEF_NBYTES = 64 << 10
+_BRIEF_NBYTES = 64 << 10
 """A copy of so many bytes takes less time than another thread needs to wake up, twice."""
 
 
@@ -112,12 +112,12 @@ class ArrayPart:
 
     def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the array into ``out``."""
-        copy_array(self._array, out)
+        _copy_array(self._array, out)
 
 
-def copy_array(array: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+def _copy_array(array: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     """Copy an array into a contiguous one of its shape and dtype."""
-    if array.nbytes <= BRIEF_NBYTES and array.flags.c_contiguous:
+    if array.nbytes <= _BRIEF_NBYTES and array.flags.c_contiguous:
         # numpy would let another thread take the interpreter's lock.
         source, target = array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
         target.data[:] = source.data
@@ -188,6 +188,72 @@ class HostBatch:
         )
 
 
+class HostLeaf:
+    """A leaf of a loader's batch: a tensor on the host, or an object with a method ``to``.
+
+    An object that is not a tensor has neither shape nor dtype; the device moves it with ``to``.
+    """
+
+    __slots__ = ("host_value",)
+
+    def __init__(self, value: Any) -> None:
+        self.host_value = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return tuple(self.host_value.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of the tensor."""
+        # The import is local, because the pipeline is loaded without torch.
+        from pinfeed.tensors.numpy_torch import NUMPY
+
+        return NUMPY[self.host_value.dtype]
+
+    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
+        """Copy the tensor into ``out``."""
+        from pinfeed.tensors.numpy_torch import memory_of, plain, to_torch
+
+        if out.nbytes <= _BRIEF_NBYTES:
+            _copy_array(memory_of(plain(self.host_value)), out)
+            return
+        # torch copies in several threads.
+        to_torch(out).copy_(self.host_value)
+
+
+def host_batch_of(batch: Any) -> HostBatch:
+    """Make a HostBatch from a loader's batch."""
+    leaves, rebuild = flatten(batch)
+    parts = [HostLeaf(leaf) for _, leaf in leaves if callable(getattr(leaf, "to", None))]
+    if len(parts) < len(leaves):
+        moves = [callable(getattr(leaf, "to", None)) for _, leaf in leaves]
+        rebuild = _with_kept(leaves, moves, rebuild)
+    return HostBatch(parts, rebuild, [(_n_samples(leaves), 0)])
+
+
+def _with_kept(
+    leaves: Sequence[tuple[str, Any]], moves: Sequence[bool], rebuild: Rebuild
+) -> Rebuild:
+    """Return a ``rebuild`` that takes tensors for the leaves that move, and keeps the others."""
+    kept = [None if moved else leaf for (_, leaf), moved in zip(leaves, moves, strict=True)]
+    return lambda tensors: rebuild(
+        iter([next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)])
+    )
+
+
+def _n_samples(leaves: Sequence[tuple[str, Any]]) -> int:
+    """Return the length of the first leaf that has one: by convention, the number of samples."""
+    for _, leaf in leaves:
+        try:
+            return int(leaf.shape[0])
+        except (AttributeError, TypeError, IndexError, RuntimeError):
+            # Reading the shape of a nested tensor of torch raises a RuntimeError.
+            continue
+    return 1
+
+
 BatchThunk = Callable[[], HostBatch]
 """Makes a batch when it is called, in any reader thread.
 
@@ -201,12 +267,8 @@ def failed_batch(error: Exception) -> HostBatch:
     return HostBatch([], functools.partial(_raise, [error]), [(0, 0)], keeps_errors=True)
 
 
-def made_or_failed(thunk: BatchThunk) -> BatchThunk:
-    """Return a thunk that makes a failed batch with the error of another thunk, if it fails."""
-    return functools.partial(_made_or_failed, thunk)
-
-
-def _made_or_failed(thunk: BatchThunk) -> HostBatch:
+def made_or_failed(thunk: BatchThunk) -> HostBatch:
+    """Return the batch of a thunk, or a failed batch with the error of the thunk."""
     try:
         batch: HostBatch = guarded(thunk)
     except Exception as error:

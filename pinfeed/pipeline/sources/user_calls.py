@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import traceback
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -64,12 +65,8 @@ def drop_frames(error: BaseException) -> None:
 
 def _where(error: BaseException) -> str:
     """Return the function, file and line that raised an error."""
-    traceback = error.__traceback__
-    assert traceback is not None
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code = traceback.tb_frame.f_code
-    return f"{code.co_name} ({code.co_filename}, line {traceback.tb_lineno})"
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"
 
 
 class TransformCall(NamedTuple):

@@ -12,10 +12,16 @@ import torch
 
 from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.row_cache import CachedRows, RowCache
-from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.loader_source import END, LoaderSource
 from pinfeed.pipeline.sources.row_fetch import ids_array
-from pinfeed.pipeline.sources.source import ArrayPart, BatchThunk, HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import (
+    ArrayPart,
+    BatchThunk,
+    HostBatch,
+    HostLeaf,
+    RowGroup,
+    host_batch_of,
+)
 from pinfeed.rows.indices import check_rows, distinct_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
