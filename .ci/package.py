@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = "pinfeed/native/libpinfeed.so.1"
+LIBRARY = "pinfeed/native/libpinfeed.so.2"
 NEWCOMER, CONSTRAINTS = ROOT / ".ci" / "newcomer.py", ROOT / "constraints.txt"
 VERSIONS = re.findall(
     r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()

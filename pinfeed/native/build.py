@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 FLAGS = "-std=c11 -O3 -Wall -Wextra -Werror=implicit -fPIC -fvisibility=hidden -shared -pthread"
-LIBRARY = Path(__file__).with_name("libpinfeed.so.1")
+LIBRARY = Path(__file__).with_name("libpinfeed.so.2")
 
 
 def compile_library(library: Path = LIBRARY) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-PATH = Path(__file__).with_name("libpinfeed.so.1")
+PATH = Path(__file__).with_name("libpinfeed.so.2")
 SWITCH = "PINFEED_NATIVE"
 """Environment variable; with the value 0, nothing uses the compiled functions."""
 
