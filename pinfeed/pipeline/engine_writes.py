@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pinfeed.devices.device import Tensor
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.native.writer import RowWriter
 from pinfeed.pipeline.device_rows import DeviceParts, DeviceRows
 from pinfeed.pipeline.loop_threads import N_SCATTER_HELPERS, LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.source import RowGroup
+from pinfeed.pipeline.sources.source import BatchValues
 from pinfeed.pipeline.write_queue import LoopWrites
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.pinned import PinnedStore
@@ -60,17 +59,9 @@ class EngineWrites(LoopWrites):
         self._parts = DeviceParts(self._device, "scatter", written, memory_rows)
         self._full = self._parts.job.layout(batch_size)
 
-    def write(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        batch: int,
-        *,
-        copied: bool,
-        check: bool,
-    ) -> None:
+    def write(self, batch: BatchValues, *, copied: bool, check: bool) -> None:
         """Queue values of a batch (consumer); all are copied."""
-        (group,), (tensors,) = groups, values
+        number, (group,), (tensors,) = batch
         self.require_running()
         writer = self._threads.row_writer or self._threads.open_row_writer(self._opened)
         most_pending = max(0, self._limit - 1)
@@ -106,7 +97,7 @@ class EngineWrites(LoopWrites):
         start = self._counters.now() - waited_s
         if not self._limit:
             writer.wait()
-        self._counters.count_write_wait(start, idle=is_idle, batch=batch)
+        self._counters.count_write_wait(start, idle=is_idle, batch=number)
 
     def check(self) -> None:
         self._collect()

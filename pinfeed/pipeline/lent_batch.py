@@ -8,7 +8,7 @@ from typing import Any
 
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import BatchValues, HostBatch, RowGroup
 from pinfeed.pipeline.write_queue import LoopWrites
 
 
@@ -132,5 +132,6 @@ class WritableBatch(LentBatch):
             check: Whether to raise the error of an earlier write-back. With False, the end of the
                 loop raises it.
         """
-        self._writes.write(self.groups, values, self.number, copied=copied, check=check)
+        batch = BatchValues(self.number, self.groups, values)
+        self._writes.write(batch, copied=copied, check=check)
         self._is_written = True

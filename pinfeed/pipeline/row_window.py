@@ -63,7 +63,7 @@ from pinfeed.pipeline.forwarding import PositionRange
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.row_cache import ChangedRows
 from pinfeed.pipeline.slot import DeviceSlot
-from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import BatchValues, HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites
 
@@ -120,22 +120,14 @@ class RowWindow:
         """Return the tensors of the slot's batch with their newest values (consumer)."""
         return self._transfer.lend(slot, self._update)
 
-    def write(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        number: int,
-        *,
-        has_failed: bool,
-    ) -> None:
+    def write(self, written: BatchValues, *, has_failed: bool) -> None:
         """Queue the write of a batch that was lent (consumer).
 
         Args:
-            groups: Rows of the batch.
-            values: Values for each store; None leaves a store, or a whole group, unchanged.
-            number: Number of the batch.
+            written: The values.
             has_failed: Whether an earlier write has failed. Then only rows in caches change.
         """
+        number, groups, values = written
         batch = self._batch(number)
         compute = self.device.current_stream()
         has_switched = compute != self._stream
@@ -292,15 +284,7 @@ class WindowWrites(LoopWrites):
         super().__init__(threads, window.caches)
         self._window = window
 
-    def write(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        batch: int,
-        *,
-        copied: bool,
-        check: bool,
-    ) -> None:
+    def write(self, batch: BatchValues, *, copied: bool, check: bool) -> None:
         """Queue the write of a batch (consumer).
 
         Nothing is copied, because a caller that changes the values afterwards waits for the write.
@@ -309,7 +293,7 @@ class WindowWrites(LoopWrites):
         if check:
             self.check()
         write = functools.partial(self._window.write, has_failed=self._has_failed)
-        self._queue(batch, write, groups, values, batch)
+        self._queue(batch.number, write, batch)
 
     def check(self) -> None:
         if self._has_failed:

@@ -135,7 +135,13 @@ from pinfeed.pipeline.part_memory import PartMemory, Staging, known_nbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch, RowGroup, failed_batch
+from pinfeed.pipeline.sources.source import (
+    BatchValues,
+    Cancelled,
+    HostBatch,
+    RowGroup,
+    failed_batch,
+)
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer
 from pinfeed.profiling.counters import Counters
@@ -398,20 +404,13 @@ class Transfer(Writer):
             share_each(self.device, tensors, compute)
             slot.compute = compute
 
-    def capture_values(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        batch: int,
-        *,
-        copied: bool,
-    ) -> PendingWrite:
+    def capture_values(self, batch: BatchValues, *, copied: bool) -> PendingWrite:
         """Take values that are to be written back, as every ``Writer`` does (consumer)."""
         compute = self.device.current_stream()
-        for tensors in values:
+        for tensors in batch.values:
             # The program may have changed its stream since it allocated these.
             share_each(self.device, tensors or (), compute)
-        return super().capture_values(groups, values, batch, copied=copied)
+        return super().capture_values(batch, copied=copied)
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
         """Queue copies of held values to staging memory, or to their stores (consumer).

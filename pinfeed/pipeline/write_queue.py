@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.row_cache import ChangedRows
-from pinfeed.pipeline.sources.source import RowGroup
+from pinfeed.pipeline.sources.source import BatchValues, RowGroup
 from pinfeed.pipeline.writer import PendingWrite, Writer
 from pinfeed.threads.call import Pending
 
@@ -44,21 +42,11 @@ class LoopWrites:
         """
         self._threads.require_running()
 
-    def write(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        batch: int,
-        *,
-        copied: bool,
-        check: bool,
-    ) -> None:
+    def write(self, batch: BatchValues, *, copied: bool, check: bool) -> None:
         """Take values that are to be written back, and queue them (consumer).
 
         Args:
-            groups: Rows to write, and their stores.
-            values: For each group one tensor per store; None leaves a store or a group unchanged.
-            batch: Number of the batch.
+            batch: The values.
             copied: Whether to copy the values, because the user may change them immediately.
             check: Whether to raise the error of an earlier write-back first.
         """
@@ -154,19 +142,11 @@ class WriteQueue(LoopWrites):
         self._limit = limit
         self._calls: deque[Pending[None]] = deque()
 
-    def write(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        batch: int,
-        *,
-        copied: bool,
-        check: bool,
-    ) -> None:
-        is_cached = any(group.cached is not None for group in groups)
+    def write(self, batch: BatchValues, *, copied: bool, check: bool) -> None:
+        is_cached = any(group.cached is not None for group in batch.groups)
         with self._adding if is_cached else contextlib.nullcontext():
             self.require_running()
-            held = self._writer.capture_values(groups, values, batch, copied=copied)
+            held = self._writer.capture_values(batch, copied=copied)
             self.add(held, check=check)
 
     def add(self, write: PendingWrite, *, check: bool) -> None:

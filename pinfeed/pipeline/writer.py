@@ -20,7 +20,7 @@ from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import HeldValues, Write, WriteLog, forwards
 from pinfeed.pipeline.row_cache import ChangedRows
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.source import RowGroup
+from pinfeed.pipeline.sources.source import BatchValues, RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
@@ -101,20 +101,11 @@ class Writer:
         # Numbers of write-backs. Another thread that closes the feeder may take a number, too.
         self._numbers = itertools.count()
 
-    def capture_values(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        batch: int,
-        *,
-        copied: bool,
-    ) -> PendingWrite:
+    def capture_values(self, batch: BatchValues, *, copied: bool) -> PendingWrite:
         """Take values that are to be written back (consumer).
 
         Args:
-            groups: Rows to write, and their stores.
-            values: For each group one tensor per store; None leaves a store or a group unchanged.
-            batch: Number of the batch that the values belong to.
+            batch: The values.
             copied: Whether to copy the values. They may be the batch itself, and the user may
                 change them immediately.
 
@@ -122,7 +113,8 @@ class Writer:
             WriteBackError: If a row occurs twice.
         """
         compute = self.device.current_stream()
-        require_distinct(groups, values)
+        number, groups, values = batch
+        _require_distinct(batch)
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
@@ -135,7 +127,7 @@ class Writer:
                 ]
             held.append(kept)
         written = [group.as_written() for group in groups]
-        return self._pending(self.log, batch, written, held, compute)
+        return self._pending(self.log, number, written, held, compute)
 
     def write_to_stores(self, pending: PendingWrite) -> None:
         """Write values to their stores (a writer, or the consumer at depth 0)."""
@@ -200,15 +192,13 @@ class Writer:
         return PendingWrite(next(self._numbers), write, groups, log)
 
 
-def require_distinct(
-    groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None]
-) -> None:
+def _require_distinct(batch: BatchValues) -> None:
     """Check that no row of a group that is written occurs twice.
 
     Raises:
         WriteBackError: If one does.
     """
-    for group, tensors in zip(groups, values, strict=True):
+    for group, tensors in zip(batch.groups, batch.values, strict=True):
         if tensors is not None and group.repeated is not None:
             raise WriteBackError(
                 f"write_back of {len(group.rows)} rows in which row {group.repeated} appears more "

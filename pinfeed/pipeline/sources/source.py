@@ -87,6 +87,17 @@ class RowGroup(NamedTuple):
         return RowGroup(self.written, self.first, self.stores)
 
 
+class BatchValues(NamedTuple):
+    """Values of a batch that are to be written back."""
+
+    number: int
+    """Number of the batch."""
+    groups: Sequence[RowGroup]
+    """Rows to write, and their stores."""
+    values: Sequence[Sequence[Tensor | None] | None]
+    """For each group one tensor per store; None leaves a store, or a whole group, unchanged."""
+
+
 _BRIEF_NBYTES = 64 << 10
 """A copy of so many bytes takes less time than another thread needs to wake up, twice."""
 
