@@ -18,13 +18,7 @@ import torch
 from pinfeed.devices.batch_copies import BatchCopies, RowWrites, SingleCalls
 from pinfeed.devices.cuda_direct_access import DirectAccess, is_aligned, is_in_order
 from pinfeed.devices.cuda_driver import cuda_driver
-from pinfeed.devices.cuda_streams import (
-    CudaClock,
-    CudaStream,
-    current_handle,
-    queued_in,
-    take_mark,
-)
+from pinfeed.devices.cuda_streams import CudaClock, CudaStream, current_handle, queued_in, take_mark
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy, TensorRange
 from pinfeed.devices.layout import RowLayout
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel

@@ -18,12 +18,7 @@ from pinfeed.rows.order_batches import EqualBatches, OrderBatches, RankBatches
 from pinfeed.rows.orders import Order, known, sequential, shuffled
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
-from pinfeed.rows.shared_batches import (
-    SharedBatches,
-    batches_of_rank,
-    note_workers,
-    shared_batches,
-)
+from pinfeed.rows.shared_batches import SharedBatches, batches_of_rank, note_workers, shared_batches
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 logger = logging.getLogger("pinfeed")

@@ -180,10 +180,7 @@ class Filler:
     """
 
     def __init__(
-        self,
-        mover: Mover,
-        draws: Draws | ComparedDraws,
-        gather: Callable[[Slot, HostBatch], Slot],
+        self, mover: Mover, draws: Draws | ComparedDraws, gather: Callable[[Slot, HostBatch], Slot]
     ) -> None:
         self._mover: Any = mover
         self._gather = gather

@@ -66,12 +66,7 @@ class WritableBatch(LentBatch):
     """
 
     def __init__(
-        self,
-        writes: LoopWrites,
-        host_batch: HostBatch,
-        tensors: list[Tensor],
-        i: int,
-        number: int,
+        self, writes: LoopWrites, host_batch: HostBatch, tensors: list[Tensor], i: int, number: int
     ) -> None:
         super().__init__(host_batch, tensors, i, number)
         self._writes = writes

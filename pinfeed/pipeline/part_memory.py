@@ -52,11 +52,7 @@ class PartMemory:
         return kept[:nbytes]
 
     def staging(
-        self,
-        staging: Staging,
-        key: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
+        self, staging: Staging, key: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> npt.NDArray[Any]:
         """Return staging memory as an array of a shape, and grow it if needed.
 

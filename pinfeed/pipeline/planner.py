@@ -17,12 +17,7 @@ from pinfeed.memory.limits import MemoryLimits, deepest_plan, n_batches, usual_b
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.native.library import is_turned_off, why_not
-from pinfeed.pipeline.loop_memory import (
-    PartSize,
-    loop_allocations,
-    order_allocations,
-    ragged_parts,
-)
+from pinfeed.pipeline.loop_memory import PartSize, loop_allocations, order_allocations, ragged_parts
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree

@@ -15,15 +15,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import (
-    At,
-    KeptArray,
-    KnownOrder,
-    Order,
-    Rows,
-    by_window,
-    check_n_rows,
-)
+from pinfeed.rows.orders import At, KeptArray, KnownOrder, Order, Rows, by_window, check_n_rows
 from pinfeed.rows.permutation import keys_of, permutation
 from pinfeed.rows.windows import Interval, Window
 from pinfeed.validation.arguments import check_seed, whole_number

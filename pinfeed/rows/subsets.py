@@ -17,15 +17,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows, sort_rows
-from pinfeed.rows.orders import (
-    At,
-    DerivedOrder,
-    KeptArray,
-    KnownOrder,
-    Order,
-    Rows,
-    check_n_rows,
-)
+from pinfeed.rows.orders import At, DerivedOrder, KeptArray, KnownOrder, Order, Rows, check_n_rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.ranks import check_inner
 from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run

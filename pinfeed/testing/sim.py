@@ -342,11 +342,7 @@ class SimDevice(SingleCalls):
         return site == self._deaf_to
 
     def _free_memory(
-        self,
-        block: npt.NDArray[np.uint8],
-        nbytes: int,
-        stream: SimStream,
-        shared: set[SimStream],
+        self, block: npt.NDArray[np.uint8], nbytes: int, stream: SimStream, shared: set[SimStream]
     ) -> None:
         """Reuse memory once the other streams that use it have done their work queued so far."""
         if shared:
@@ -368,11 +364,7 @@ def _reached(stream: SimStream, numbers: Any) -> Callable[[], Array]:
 
 
 def _reading(
-    part: Any,
-    target: Callable[[], Array],
-    numbers: Callable[[], Array] | None,
-    *,
-    is_paired: bool,
+    part: Any, target: Callable[[], Array], numbers: Callable[[], Array] | None, *, is_paired: bool
 ) -> Callable[[], object]:
     """Return work that reads a part, or rows of its store by row indices on the device."""
     if numbers is None:

@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from pinfeed.compat.infinitybatch.forward import BatchForward
-from pinfeed.compat.infinitybatch.history import (
-    History,
-    Means,
-    Metrics,
-    Recorder,
-    check_metrics,
-)
+from pinfeed.compat.infinitybatch.history import History, Means, Metrics, Recorder, check_metrics
 from pinfeed.compat.infinitybatch.missing_calls import MissingCalls, warn
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits

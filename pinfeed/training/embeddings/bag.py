@@ -56,10 +56,7 @@ class HostEmbeddingBag(HostEmbedding):
         self.include_last_offset = include_last_offset
 
     def forward(
-        self,
-        ids: Ids,
-        offsets: Ids | None = None,
-        per_sample_weights: torch.Tensor | None = None,
+        self, ids: Ids, offsets: Ids | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Look up the rows of bags and reduce each bag to one row.
 
