@@ -128,7 +128,7 @@ LOOPS = [
 REACHED = ("nothing", "short", "others", "all")
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(13)
 @pytest.mark.parametrize("reached", REACHED)
 @pytest.mark.parametrize("options", LOOPS, ids=str)
 def test_batches_equal_those_of_the_synchronous_loop(options: dict[str, Any], reached: str) -> None:

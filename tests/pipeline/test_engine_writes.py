@@ -171,7 +171,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(13)
 @pytest.mark.parametrize("reached", REACHED)
 @pytest.mark.parametrize("options", LOOPS, ids=str)
 def test_rows_equal_those_of_the_synchronous_loop(options: dict[str, Any], reached: str) -> None:
@@ -276,6 +276,7 @@ def step(device: SimDevice, value: float, data: dict[str, Any]) -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("choose", [lazy, favour("writer"), favour(*ACTORS)])
+@pytest.mark.sweep(4)
 def test_after_an_error_nothing_is_written(
     choose: Any, call: tuple[str, str], n: int, depth: int, reached: str
 ) -> None:

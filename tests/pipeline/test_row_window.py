@@ -99,6 +99,7 @@ def test_a_mistake_is_noticed(
     assert any(map(fails, SCHEDULES))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kwargs", SWITCHED, ids=str)
 @pytest.mark.parametrize("i", range(len(SCHEDULES)))
 def test_loops_that_change_their_stream(i: int, kwargs: dict[str, Any]) -> None:
@@ -394,7 +395,7 @@ DOES_MORE = (
 )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("is_evaluated", [False, True])
 @pytest.mark.parametrize("does", DOES_MORE)
 def test_changes_without_a_step(does: str, is_evaluated: bool) -> None:

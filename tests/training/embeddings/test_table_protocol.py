@@ -206,7 +206,7 @@ table_batches = st.lists(st.integers(1, 5).flatmap(looked_up), min_size=1, max_s
     st.booleans(),
     st.sampled_from(DENSE),
 )
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_any_schedule(
     moves: list[int], batches: list[tuple[Ids, Ids, Ids]], depth: int, direct: bool, optimizer: str
 ) -> None:
