@@ -50,6 +50,7 @@ class Draws:
         self, mover: Mover, thunks: Thunks, n_readers: int, host: BatchTransform | None
     ) -> None:
         self._mover = mover
+        self.check_stop = mover.check_stop
         self._now = mover.counters.now
         self._thunks = thunks
         self._turns = Turns(is_shared=n_readers > 1)
@@ -66,7 +67,7 @@ class Draws:
         host_s = 0.0
         try:
             try:
-                self._mover.check_stop()
+                self.check_stop()
                 thunk = next(self._thunks, None)
             finally:
                 self._turns.end()
@@ -82,6 +83,13 @@ class Draws:
             slot.source_done_s = done_s = self._now()
             slot.source_s = done_s - start - host_s
         return batch
+
+    def stop(self) -> None:
+        """Let no thread wait for its turn, because the loop has ended. Any thread may call this.
+
+        An interrupt may have cut off the call of an earlier turn.
+        """
+        self._turns.stop()
 
     def close(self) -> None:
         """Close the source now, not when an error's traceback is freed."""
@@ -128,6 +136,7 @@ class ComparedDraws:
             self._turns.wait_for(slot.turn)
             try:
                 if batch is not None:
+                    self._draws.check_stop()
                     self._compare(batch, slot.number)
             finally:
                 self._turns.end()
@@ -136,6 +145,10 @@ class ComparedDraws:
             slot.source_s += now - slot.source_done_s
             slot.source_done_s = now
         return batch
+
+    def stop(self) -> None:
+        self._draws.stop()
+        self._turns.stop()
 
     def close(self) -> None:
         self._recent = None
@@ -175,7 +188,6 @@ class Filler:
         gather: Gathers a batch into a slot, as the mover does.
 
     Attributes:
-        steps: Work on a full slot, one step after the other.
         context: Context in which a loop without threads fills slots, as its threads would.
     """
 
@@ -185,14 +197,20 @@ class Filler:
         self._mover: Any = mover
         self._gather = gather
         self._make = draws.make
-        self.steps: Sequence[Step] = ()
+        self._stop_draws = draws.stop
         self.context: Callable[[], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
         )
 
+    @property
+    def steps(self) -> Sequence[Step]:
+        """Work on a full slot, one step after the other."""
+        return ()
+
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
         self._mover.stop()
+        self._stop_draws()
 
     def fill(self, slot: Slot) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
@@ -283,18 +301,20 @@ class TransformingFiller(Filler):
         self._transforms = transforms
         self._in_fill = in_fill
         self._is_unified = mover.device.unified
+        self._n_threads = schedule.n_transform_threads
         if transforms.gather is not None:
             transforms.gather.begin(schedule)
+
+    @property
+    def steps(self) -> Sequence[Step]:
         # The source calls ``host_transform`` in reader threads, unless the loop reads the rows for
         # it. A loop on a GPU calls ``device_transform`` when it queues the copies.
-        on_host = transforms.gather is not None and not in_fill
-        on_device = transforms.device is not None and self._is_unified
-        n_threads = schedule.n_transform_threads
-        if on_host and on_device and n_threads == 1:
-            self.steps = [Step(self._transform, 1)]
-        else:
-            host, device = Step(self._on_host, n_threads), Step(self._on_device, 1)
-            self.steps = [host] * on_host + [device] * on_device
+        on_host = self._transforms.gather is not None and not self._in_fill
+        on_device = self._transforms.device is not None and self._is_unified
+        if on_host and on_device and self._n_threads == 1:
+            return [Step(self._transform, 1)]
+        host, device = Step(self._on_host, self._n_threads), Step(self._on_device, 1)
+        return [host] * on_host + [device] * on_device
 
     def stop(self) -> None:
         super().stop()

@@ -16,11 +16,11 @@ import itertools
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.pipeline.filler import Filler, Mover, Thunks
+from pinfeed.pipeline.filler import Filler, Mover, Step, Thunks
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
@@ -71,9 +71,12 @@ class SynchronousLoop(Loop):
         self._free = deque(self._free, maxlen=1)
 
     def _slots(self) -> Callable[[], Slot | None]:
-        return functools.partial(self._fill, self._free[0], self._parts.places())
+        parts = self._parts
+        return functools.partial(self._fill, self._free[0], parts.places(), parts.filler.steps)
 
-    def _fill(self, slot: Slot, places: Iterator[tuple[int, int, int]]) -> Slot | None:
+    def _fill(
+        self, slot: Slot, places: Iterator[tuple[int, int, int]], steps: Sequence[Step]
+    ) -> Slot | None:
         parts = self._parts
         if parts.reserve is not None:
             parts.reserve(slot)
@@ -82,7 +85,7 @@ class SynchronousLoop(Loop):
             filled = parts.filler.fill(slot)
             if filled is None:
                 return None
-            for step in parts.filler.steps:
+            for step in steps:
                 step.function(filled)
         if parts.queue is not None:
             parts.queue(filled)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pinfeed.devices.device import Device, Tensor
-from pinfeed.pipeline.filler import Filler
+from pinfeed.pipeline.filler import Filler, Step
 from pinfeed.pipeline.loop_threads import call_named
 from pinfeed.pipeline.prefetch_loop import FillParts
 from pinfeed.pipeline.slot import DeviceSlot, Slot
@@ -35,9 +35,13 @@ class RecordedFiller(Filler):
         self._first_loop = timeline.loop - epoch
         self.stop = filler.stop  # type: ignore[method-assign]
         self.context = filler.context
-        self.steps = [
-            step._replace(function=functools.partial(self._call, "transform", step.function))
-            for step in filler.steps
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        call = functools.partial(self._call, "transform")
+        return [
+            step._replace(function=functools.partial(call, step.function))
+            for step in self._filler.steps
         ]
 
     def fill(self, slot: Slot) -> Slot | None:

@@ -168,9 +168,8 @@ class SlotGather:
                     index_part = len(parts)
                     parts.append(ArrayPart(group.rows.astype(dtype)))
             found.append(DirectReads(own, g, index_part, pairs))
-        if left:
-            found.append(DirectReads(sorted(left)))
-        return found
+        # Those of no group come first, because they may be row indices of a group.
+        return [DirectReads(sorted(left)), *found] if left else found
 
     def _layout(self, parts: list[BatchPart], n_staged: int) -> RowLayout:
         last = self._last

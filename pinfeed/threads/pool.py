@@ -155,6 +155,9 @@ def _make_calls(calls: _Calls, prepare: Callable[[], object]) -> None:
 class Turns:
     """Order in which threads do some work, one at a time.
 
+    A thread that does all of it takes its work in this order, and does not wait. An interrupt may
+    have kept the turn before from ending.
+
     Args:
         is_shared: Whether several threads take turns at the same time.
     """
@@ -162,6 +165,7 @@ class Turns:
     def __init__(self, *, is_shared: bool) -> None:
         self._next = 0
         self._is_shared = is_shared
+        self._is_stopped = False
         self._has_changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -174,11 +178,17 @@ class Turns:
             self.end()
 
     def wait_for(self, turn: int) -> None:
-        """Wait until all earlier turns have ended."""
+        """Wait until all earlier turns have ended, or ``stop`` was called."""
         # Only the thread that has the turn ends it, so a thread whose turn it is needs no lock.
-        if self._next != turn:
+        if self._is_shared and self._next != turn:
             with self._has_changed:
-                self._has_changed.wait_for(lambda: self._next == turn)
+                self._has_changed.wait_for(lambda: self._next == turn or self._is_stopped)
+
+    def stop(self) -> None:
+        """Let no thread wait any more. Any thread may call this."""
+        with self._has_changed:
+            self._is_stopped = True
+            self._has_changed.notify_all()
 
     def end(self) -> None:
         """End the current turn."""

@@ -5,9 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from types import FrameType
+from typing import Any
 
+import numpy as np
 import pytest
 from support.programs import Programs
+
+from pinfeed import ArrayStore, Feeder
 
 PROGRAM = """
     import sys, time, numpy as np, threading, pinfeed
@@ -73,3 +78,36 @@ def test_the_interpreter_can_end_with_a_live_feeder() -> None:
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+class OwnStore(ArrayStore):
+    """A store of the user, whose rows reader threads gather."""
+
+    def gather(self, rows: Any, out: Any) -> None:
+        super().gather(rows, out)
+
+
+@pytest.mark.parametrize("n_values", [2, 16384], ids=["one reader", "several readers"])
+def test_a_loop_ends_wherever_its_thread_is_interrupted(n_values: int) -> None:
+    """The loop's thread fills slots, too, so an interrupt may leave a turn of the readers open."""
+    rows = np.zeros((400, n_values), np.float32)
+    left = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event == "call" and f"{os.sep}pinfeed{os.sep}" in frame.f_code.co_filename:
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+    for n_calls in range(1, 160):
+        with Feeder(OwnStore(rows), batch_size=10, depth=3, device="cpu") as feeder:
+            batches = iter(feeder)
+            next(batches)
+            left = n_calls
+            sys.settrace(trace)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    list(batches)
+            finally:
+                sys.settrace(None)

@@ -269,18 +269,21 @@ class LoaderSource(Source):
         """Make the thunk of what ``next_batch`` has returned."""
         if not self.transforms_in_thunks:
             return self.draw(batch)
-        return functools.partial(self._transformed, batch, self._number - 1)
+        return functools.partial(self._transformed, batch, self._epoch, self._number - 1)
 
-    def _transformed(self, batch: Any, number: int) -> HostBatch:
+    def _transformed(self, batch: Any, epoch: int, number: int) -> HostBatch:
         """Make a batch of the result of ``host_transform``, in any reader thread."""
         assert self.host_transform is not None
-        return self.draw(self.host_transform(batch, self._epoch, number))()
+        return self.draw(self.host_transform(batch, epoch, number))()
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         next_thunk = self._next_thunk_or_error if self.keeps_errors else self._next_thunk
         with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
             while (thunk := next_thunk(batches)) is not None:
-                yield thunk
+                drawn = [thunk]
+                del thunk
+                # This generator must not keep the batch during the training step.
+                yield drawn.pop()
 
     def _next_thunk(self, batches: Iterator[Any]) -> BatchThunk | None:
         """Return the thunk of the next batch; None after the last one."""

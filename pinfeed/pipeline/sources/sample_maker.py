@@ -180,7 +180,9 @@ class SampleThreads:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Start the threads, if there are any, and join them at the end."""
+        """Start the threads of a loop, if there are any, and join them at the end."""
+        # Batches of an earlier loop remain stopped.
+        self._stop = _LoopStop()
         if not self.n:
             yield
             return
@@ -190,11 +192,6 @@ class SampleThreads:
         finally:
             self._pool = None
             pool.shutdown(wait=True)
-
-    def start(self) -> None:
-        """Note that a loop begins."""
-        # Batches of an earlier loop remain stopped.
-        self._stop = _LoopStop()
 
     def begin(self, batch: SampleBatch) -> None:
         """Let threads begin with a batch; without threads, its ``host_batch`` makes it."""

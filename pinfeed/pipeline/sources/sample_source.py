@@ -97,7 +97,6 @@ class BatchesOfSamples(OrderedSource):
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
-        self.threads.start()
         batches = self.batches.epoch(number, start, checksum)
         return (self._thunk(number, row_indices) for row_indices in batches)
 
@@ -203,7 +202,6 @@ class ThreadedLoaderSource(LoaderSource):
         self._keys = itertools.count()
         self._turns = Turns(is_shared=True)
         self._next_turns = itertools.count()
-        self._threads.start()
 
     def stop(self) -> None:
         self._threads.stop()
