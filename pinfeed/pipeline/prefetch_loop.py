@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pinfeed.pipeline.filler import Filler, Mover, Step, Thunks
 from pinfeed.pipeline.loop import Loop, LoopParts
@@ -27,6 +27,14 @@ from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.source import Cancelled, Source
 from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.pool import ThreadPool
+
+
+class Place(NamedTuple):
+    """Turn, epoch, and number of the first batch of one use of a slot."""
+
+    turn: int
+    epoch: int
+    number: int
 
 
 @dataclass(kw_only=True)
@@ -48,12 +56,12 @@ class FillParts(LoopParts):
     epochs: EpochsAhead | None = None
     """Epochs that the loop continues with; None if it ends after its epoch."""
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield turn, epoch, and number of the first batch of each use of a slot."""
+    def places(self) -> Iterator[Place]:
+        """Return the place of each use of a slot."""
         if self.epochs is not None:
             return self.epochs.places()
         numbers = itertools.count(self.first, self.schedule.batches_per_slot)
-        return zip(itertools.count(), itertools.repeat(self.epoch), numbers, strict=False)
+        return map(Place, itertools.count(), itertools.repeat(self.epoch), numbers)
 
 
 class SynchronousLoop(Loop):
@@ -74,9 +82,7 @@ class SynchronousLoop(Loop):
         parts = self._parts
         return functools.partial(self._fill, self._free[0], parts.places(), parts.filler.steps)
 
-    def _fill(
-        self, slot: Slot, places: Iterator[tuple[int, int, int]], steps: Sequence[Step]
-    ) -> Slot | None:
+    def _fill(self, slot: Slot, places: Iterator[Place], steps: Sequence[Step]) -> Slot | None:
         parts = self._parts
         if parts.reserve is not None:
             parts.reserve(slot)
@@ -249,14 +255,14 @@ class EpochsAhead:
             self._versions[epoch] = self._source.rows_version()
             yield from self._source.epoch(epoch, 0, 0, self._batches_per_slot)
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the places of slots, as ``FillParts.places`` does, and begin epochs (consumer)."""
+    def places(self) -> Iterator[Place]:
+        """Yield the place of each use of a slot, and begin epochs (consumer)."""
         turns = itertools.count()
         epoch, begin, _ = self._first
         n_slots = self._n_slots(epoch, begin)
         while n_slots:
             for i in range(n_slots):
-                yield next(turns), epoch, begin + i * self._batches_per_slot
+                yield Place(next(turns), epoch, begin + i * self._batches_per_slot)
             epoch, begin = epoch + 1, 0
             n_slots = self._n_slots(epoch, 0)
             if not (n_slots and self._source.may_open_ahead):
@@ -264,7 +270,7 @@ class EpochsAhead:
             self._n_left.append(n_slots)
             self._to_open.append(epoch)
         # These calls find that the epoch has ended.
-        yield from zip(turns, itertools.repeat(epoch), itertools.repeat(0), strict=False)
+        yield from (Place(turn, epoch, 0) for turn in turns)
 
     def next_slot(self, next_slot: Callable[[], Slot | None]) -> Slot | None:
         """Return the next slot of the epoch, or None after its last one (consumer)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 from collections import deque
@@ -84,6 +83,8 @@ class SampleBatch:
         # because ``default_collate`` would convert them.
         self._samples: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
+        # All samples before this one have failed.
+        self._first = 0
         # Memory of the columns so far, and the number of samples, which the HostBatch has.
         self._arrays: list[Array] = []
         self._sizes = [(n, 0)]
@@ -206,13 +207,16 @@ class SampleBatch:
     def _fail(self, position: int, error: BaseException) -> None:
         """Note the error of a sample."""
         with self._lock:
-            self._errors[position] = error
-            if self._may_skip(error):
-                # Its frames would keep the batch as long as the error.
-                drop_frames(error)
-            else:
-                self._has_failed = True
+            self._note(position, error)
             self._find_layout()
+
+    def _note(self, position: int, error: BaseException) -> None:
+        self._errors[position] = error
+        if self._may_skip(error):
+            # Its frames would keep the batch as long as the error.
+            drop_frames(error)
+        else:
+            self._has_failed = True
 
     def _may_skip(self, error: BaseException) -> bool:
         return self._skipped is not None and isinstance(error, Exception)
@@ -222,24 +226,24 @@ class SampleBatch:
 
         The first sample to be ready may be another one in every run.
         """
-        if self._collate is not None or self._layout is not None:
-            return
         from pinfeed.tensors.sample_layout import SampleLayout, collated
 
-        first = next(i for i in itertools.count() if i not in self._errors)
-        if first not in self._samples:
-            return
-        try:
-            layout = SampleLayout(self._samples[first])
-        except Exception as error:
-            del self._samples[first]
-            # This lets the next sample give the layout.
-            self._fail(first, error)
-            return
-        if not layout.stacks:
-            self._collate = collated
-        # The reader looks at the layout without the lock, so it is set last.
-        self._layout = layout
+        while self._collate is None and self._layout is None:
+            while self._first in self._errors:
+                self._first += 1
+            if self._first not in self._samples:
+                return
+            try:
+                layout = SampleLayout(self._samples[self._first])
+            except Exception as error:
+                del self._samples[self._first]
+                # The next sample may give the layout.
+                self._note(self._first, error)
+                continue
+            if not layout.stacks:
+                self._collate = collated
+            # The reader looks at the layout without the lock, so it is set last.
+            self._layout = layout
 
     def _wait(self) -> None:
         """Wait until the threads have made all samples.

@@ -392,9 +392,10 @@ class OffloadTransfer:
         The finalizer of the piece may call this in any thread, at any time.
         """
         block = self._blocks.get(position)
+        # First, because another thread may close the transfer now.
+        self._dead.append(position)
         if self._is_closed and block is not None:
             if block.busy is not None:
                 # A copy may still use a block that is about to be freed.
                 block.busy.sync()
             block.memory = block.memory[:0].copy()
-        self._dead.append(position)
