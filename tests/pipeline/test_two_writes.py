@@ -22,6 +22,7 @@ from pinfeed.errors import ClosedError
 from pinfeed.pipeline import loop_threads, writer
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.source import BatchValues
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.writer import StagedRows
 from pinfeed.testing import SimDevice, favour, lazy
@@ -410,7 +411,8 @@ def test_a_write_from_the_writer_thread_does_not_wait_for_itself() -> None:
         groups = first._lent.groups
         values = torch.full((4, 2), 7.0, dtype=torch.float64)
         store.again = lambda: queue.add(
-            queue._writer.capture_values(groups, [[values]], 0, copied=True), check=False
+            queue._writer.capture_values(BatchValues(0, groups, [[values]]), copied=True),
+            check=False,
         )
         first.write_back(first.data + 1)
         second = next(batches)
