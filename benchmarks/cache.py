@@ -30,7 +30,7 @@ from tabulate import tabulate
 
 from benchmarks.environment import environment, save
 from examples import word2vec
-from pinfeed.pipeline.row_cache import CachePolicy
+from pinfeed.pipeline.cache_policy import CachePolicy
 
 SHARES = (0.01, 0.05, 0.1)
 

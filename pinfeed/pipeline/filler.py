@@ -196,8 +196,7 @@ class Filler:
     ) -> None:
         self._mover: Any = mover
         self._gather = gather
-        self._make = draws.make
-        self._stop_draws = draws.stop
+        self._draws = draws
         self.context: Callable[[], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
         )
@@ -210,7 +209,7 @@ class Filler:
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
         self._mover.stop()
-        self._stop_draws()
+        self._draws.stop()
 
     def fill(self, slot: Slot) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
@@ -222,7 +221,7 @@ class Filler:
         Args:
             slot: Reserved slot, with its turn and the number of its first batch.
         """
-        batch = self._make(slot)
+        batch = self._draws.make(slot)
         if batch is None:
             return None
         try:
@@ -332,7 +331,7 @@ class TransformingFiller(Filler):
             slot.on_device = self._queue_transform
         if gather is None:
             return super().fill(slot)
-        batch = self._make(slot)
+        batch = self._draws.make(slot)
         if batch is None:
             return None
         source_done_s = slot.source_done_s

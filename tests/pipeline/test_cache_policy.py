@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pinfeed.native import library as native
-from pinfeed.pipeline.row_cache import CacheMoves, CachePolicy
+from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 
-from pinfeed.pipeline.row_cache import CacheMoves, CachePolicy
+from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
 
 
 class RandomPolicy(CachePolicy):

@@ -238,9 +238,9 @@ class ThreadedLoaderSource(LoaderSource):
         if not is_changed:
             return samples.host_batch
         turn = next(self._next_turns)
-        return functools.partial(self._changed, samples, self._number - 1, turn)
+        return functools.partial(self._changed, samples, self._epoch, self._number - 1, turn)
 
-    def _changed(self, samples: SampleBatch, number: int, turn: int) -> HostBatch:
+    def _changed(self, samples: SampleBatch, epoch: int, number: int, turn: int) -> HostBatch:
         """Return a batch after ``host_transform``, with the rows of its ids (reader).
 
         The functions of the user take one batch at a time, in order.
@@ -256,7 +256,7 @@ class ThreadedLoaderSource(LoaderSource):
                 thunk: BatchThunk = functools.partial(host_batch_of, batch)
             else:
                 if self.host_transform is not None:
-                    batch = self.host_transform(batch, self._epoch, number)
+                    batch = self.host_transform(batch, epoch, number)
                 thunk = super().draw(batch)
         return samples.reporting(thunk())
 

@@ -12,12 +12,8 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.training.embeddings.batch_rows import BatchRows
-from pinfeed.training.embeddings.optimizer_state import (
-    GradientKind,
-    group_options,
-    sparse_rows,
-    table_layouts,
-)
+from pinfeed.training.embeddings.optimizer_state import group_options, table_layouts
+from pinfeed.training.embeddings.optimizer_trial import GradientKind, sparse_rows
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.embeddings.table_state import StateStore, TableState, make_state_stores
 
