@@ -25,6 +25,7 @@ from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.memory.pages import BufferPool, Bytes
+from pinfeed.native.library import address_of
 from pinfeed.native.row_moves import RowMove
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
@@ -189,7 +190,7 @@ class CudaDevice(DirectAccess, SingleCalls):
             return super().copy_batch(batch, streams, timed=timed)
         compute, side = streams
         staged, layout, wholes, reads, written = batch
-        at = staged.__array_interface__["data"][0]
+        at = address_of(staged)
         copies: list[int] = []
         moves: list[RowMove] = []
         for whole, (begin, end) in zip(wholes, layout.staged_blocks(len(staged)), strict=False):
@@ -296,7 +297,7 @@ def _addresses(src: torch.Tensor | Array, dst: torch.Tensor | Array) -> tuple[in
         or array.nbytes != tensor.nbytes
     ):
         return 0, 0, 0
-    there, here = array.__array_interface__["data"][0], tensor.data_ptr()
+    there, here = address_of(array), tensor.data_ptr()
     return (there, array.nbytes, here) if array is src else (here, array.nbytes, there)
 
 

@@ -44,7 +44,7 @@ class Block(NamedTuple):
     parts: Sequence[BatchPart]
     """The parts, one after the other."""
     row: tuple[tuple[int, ...], np.dtype[Any]]
-    """Shape and dtype of a row, if all parts have the same; or else () and the dtype of all parts,
+    """Shape and dtype of a row, if all parts have the same; or else () and the dtype of most parts,
     or that of bytes.
     """
     sizes: Sequence[int]
@@ -60,14 +60,13 @@ class Block(NamedTuple):
             parts: The parts.
             rooms: Bytes of each part with the gap after it.
         """
-        dtype = parts[0].dtype
-        shape = parts[0].shape[1:]
-        for part in parts:
-            if part.dtype != dtype:
-                shape, dtype = (), np.dtype(np.uint8)
-                break
-            if part.shape[1:] != shape:
-                shape = ()
+        dtypes = [part.dtype for part in parts]
+        row_types = {(part.dtype, part.shape[1:]) for part in parts}
+        # Tensors of another dtype than that of the block are made by a further call each.
+        dtype = max(dtypes, key=dtypes.count)
+        if any(part.nbytes % dtype.itemsize for part in parts):
+            dtype = np.dtype(np.uint8)
+        shape = parts[0].shape[1:] if len(row_types) == 1 else ()
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes or _ALIGNMENT % nbytes:
             shape, nbytes = (), dtype.itemsize

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.native.library import library, packing
+from pinfeed.native.library import address_of, library, packing
 
 Indices = npt.NDArray[np.int64]
 """Row indices, shape (n,)."""
@@ -130,11 +130,11 @@ class MemoryRows:
         places = 0
         if positions is not None:
             positions = np.ascontiguousarray(positions, np.int64)
-            places = positions.ctypes.data
+            places = address_of(positions)
         request = (
-            rows.__array_interface__["data"][0],
+            address_of(rows),
             len(rows),
-            out.__array_interface__["data"][0],
+            address_of(out),
             len(out),
             self.row_nbytes,
             places,
@@ -155,8 +155,8 @@ class MemoryRows:
             out: C-contiguous, with n rows.
         """
         runs = [np.ascontiguousarray(numbers, np.int64) for numbers in (starts, lengths, places)]
-        addresses = [numbers.ctypes.data for numbers in runs]
-        request = (*addresses, len(starts), out.ctypes.data, len(out))
+        addresses = list(map(address_of, runs))
+        request = (*addresses, len(starts), address_of(out), len(out))
         pack = packing(6 + len(self.description))
         if self._copy_runs(pack(*request, *self.description)):
             raise self.error()
@@ -181,8 +181,8 @@ class MemoryRows:
         (part,) = self._parts
         rows = np.ascontiguousarray(rows, np.int64)
         n = len(rows)
-        request = (0, n, part.address, part.n_rows, part.stride, rows.ctypes.data, True)
-        source = MemoryPart(values.ctypes.data, n, self.row_nbytes)
+        request = (0, n, part.address, part.n_rows, part.stride, address_of(rows), True)
+        source = MemoryPart(address_of(values), n, self.row_nbytes)
         self._copy(self._pack(*request, *_description(self.row_nbytes, [source])))
 
 

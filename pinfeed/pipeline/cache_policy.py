@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.native.library import library, packing
+from pinfeed.native.library import address_of, library, packing
 from pinfeed.rows.orders import Positions, Rows
 
 # These are pf_cache_slot and pf_cache of pinfeed.h.
@@ -115,8 +115,8 @@ class CachePolicy:
         rows = np.ascontiguousarray(rows, np.int64)
         positions, gathered = np.empty(3 * n, np.int32), np.empty(n, np.int64)
         counts = np.empty(2, np.int64)
-        outputs = [array.ctypes.data for array in (positions, gathered, counts)]
-        native.decide(_pack(self._cache.ctypes.data, rows.ctypes.data, n, *outputs))
+        outputs = [address_of(array) for array in (positions, gathered, counts)]
+        native.decide(_pack(address_of(self._cache), address_of(rows), n, *outputs))
         n_hits, n_admitted = counts.tolist()
         packed = positions[: n + n_hits + n_admitted]
         return CacheMoves(number, n, n_hits, n_admitted, packed, gathered[: n - n_hits])

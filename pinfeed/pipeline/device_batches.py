@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pinfeed.devices.device import Stream, Tensor
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.native.driver import NOT_READY, Driver, DriverEvent
-from pinfeed.native.library import library, packing
+from pinfeed.native.library import address_of, library, packing
 from pinfeed.pipeline.device_rows import DeviceMover
 from pinfeed.pipeline.part_memory import WHOLE, known_nbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -136,7 +136,7 @@ class DeviceBatches(DeviceMover):
             if len(slot.staging.get(WHOLE, ())) < layout.staged_nbytes:
                 copied.sync()  # (1) larger memory replaces the one from which copies may still read
             memory = self.transfer.staging_of(slot, layout.staged_nbytes)
-            staging = memory.__array_interface__["data"][0]
+            staging = address_of(memory)
         found, _ = self.device.empty_parts(layout.memory, compute)
         request = packing(10 + layout.n_staged + 3 * len(tensors))(
             self.driver.address,

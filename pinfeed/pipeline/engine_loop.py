@@ -20,6 +20,7 @@ import numpy as np
 
 from pinfeed.errors import ReadError
 from pinfeed.native.engine import Engine
+from pinfeed.native.library import address_of
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.device_rows import DeviceRows
 from pinfeed.pipeline.engine_writes import EngineWrites
@@ -225,7 +226,7 @@ class EngineLoop(Loop):
             self._has_rows = False
             return False
         self._span = span
-        self._address = span.ctypes.data
+        self._address = address_of(span)
         return True
 
     def _take_drawn(self) -> Rows | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pinfeed.native.library import address_of
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.native.writer import RowWriter
 from pinfeed.pipeline.device_rows import DeviceParts, DeviceRows
@@ -88,7 +89,7 @@ class EngineWrites(LoopWrites):
                     self._device.copy(tensor, held[place], compute)
                     values_at[place] = held_at[place]
         memory = group.rows, held
-        rows = group.rows.ctypes.data
+        rows = address_of(group.rows)
         writer.write(compute.handle, rows, n, layout.offsets, values_at, held_at, memory)
         if self._limit and not waited_s:
             return

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pinfeed.devices.device import Event, Stream, Tensor
-from pinfeed.native.library import library, packing
+from pinfeed.native.library import address_of, library, packing
 from pinfeed.rows.indices import sort_rows
 from pinfeed.rows.orders import Positions, Rows
 
@@ -178,7 +178,7 @@ class SortedRows:
     @functools.cached_property
     def description(self) -> tuple[int, int, int]:
         """The rows as ``pf_sorted`` of pinfeed.h."""
-        return self.rows.ctypes.data, self.order.ctypes.data, len(self.rows)
+        return address_of(self.rows), address_of(self.order), len(self.rows)
 
 
 class RecentRows:
@@ -284,7 +284,7 @@ def _compare(
     spare = np.empty(SPARE_ROW_NBYTES * n, np.uint8)
     found = np.empty(2 * n * (len(earlier) + finds_unread), np.int32)
     counts = np.empty(2 * len(earlier) + 1, np.int64)
-    arguments = [array.ctypes.data for array in (rows, spare, found, counts)]
+    arguments = [address_of(array) for array in (rows, spare, found, counts)]
     arguments += [finds_unread, *batch.description, len(earlier)]
     for other in earlier:
         arguments += other.description

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import RowIndexError, described
-from pinfeed.native.library import library, packing
+from pinfeed.native.library import address_of, library, packing
 from pinfeed.validation.suggestions import of_ids
 
 Indices = npt.NDArray[np.int64]
@@ -156,7 +156,7 @@ def _compiled(function: str, rows: Indices) -> tuple[int, Indices, Indices] | No
         return None
     rows = np.ascontiguousarray(rows, np.int64)
     distinct, positions = np.empty_like(rows), np.empty_like(rows)
-    address, *outputs = (array.ctypes.data for array in (rows, distinct, positions))
+    address, *outputs = map(address_of, (rows, distinct, positions))
     call = getattr(native.of_rows(len(rows)), function)
     n_distinct = call(_pack(address, len(rows), *outputs))
     return None if n_distinct < 0 else (n_distinct, distinct, positions)

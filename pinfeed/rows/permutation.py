@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.native.library import Library, library, packing
+from pinfeed.native.library import Library, address_of, library, packing
 
 Numbers = npt.NDArray[np.int64]
 """Numbers, shape (n,)."""
@@ -93,7 +93,7 @@ def _permute(native: Library, network: tuple[int, ...], positions: Numbers) -> N
     """Return the permuted numbers at ``positions``, computed by the compiled function."""
     positions = np.ascontiguousarray(positions, np.int64)
     out = np.empty_like(positions)
-    request = (positions.ctypes.data, len(positions), out.ctypes.data, *network)
+    request = (address_of(positions), len(positions), address_of(out), *network)
     native.permute(packing(len(request))(*request))
     return out
 

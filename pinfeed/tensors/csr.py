@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.native.library import library, packing
+from pinfeed.native.library import address_of, library, packing
 from pinfeed.tensors.numpy_torch import SIGNED, memory_of, to_torch
 
 
@@ -90,7 +90,7 @@ def _put_compiled(values: Any, columns: Any, bounds: Any, out: Any) -> bool:
         or not all(array.flags.c_contiguous for array in (values, columns, bounds))
     ):
         return False
-    places = (array.ctypes.data for array in (values, columns, bounds, out))
+    places = map(address_of, (values, columns, bounds, out))
     failed: int = native.dense(packing(8)(*places, *out.shape, values.itemsize, index.itemsize))
     return failed < 0
 

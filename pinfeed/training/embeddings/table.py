@@ -490,6 +490,11 @@ class HostEmbedding(nn.Module):
         session = None if training is None else training.session
         return session is not None and session.is_evaluating
 
+    def _lend(self, rows: BatchRows | None) -> None:
+        """Continue with the rows of another batch, or with none."""
+        # nn.Module would first search its parameters, buffers and modules for this name.
+        object.__setattr__(self, "_batch_rows", rows)
+
     @property
     def _gives_sparse(self) -> bool:
         """Whether lookups give the rows of the current batch sparse gradients."""

@@ -206,7 +206,7 @@ class LoopTable:
         self.thread = threading.get_ident()
         self.rows = rows
         if not self.reads:
-            self.table._batch_rows = rows
+            self.table._lend(rows)
         if self.optimizer is not None:
             self.optimizer.bind(self.table, rows.owned, state, rows.weight)
 
@@ -214,7 +214,7 @@ class LoopTable:
         """Take the rows of a batch from the table and its optimizer."""
         self.rows = None
         if not self.reads:
-            self.table._batch_rows = None
+            self.table._lend(None)
         if self.optimizer is not None:
             self.optimizer.release(self.table)
 

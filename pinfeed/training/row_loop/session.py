@@ -217,7 +217,7 @@ class TableSession:
         try:
             self._state = State.EVALUATING
             for used in self._tables:
-                used.table._batch_rows = None
+                used.table._lend(None)
             yield
             # The loop may have been closed inside the context.
             if self._batch is not batch:
@@ -382,7 +382,7 @@ class TableSession:
             return
         self._state = State.LENT
         for used in self._tables:
-            used.table._batch_rows = used.rows
+            used.table._lend(used.rows)
         for used in self._tables:
             for other in loops_over(used.table, used.stores, writes=used.writes):
                 if other.reads and other.session is not None:
