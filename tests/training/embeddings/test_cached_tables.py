@@ -17,7 +17,15 @@ from support.resumable_training import Training
 from support.schedules import corners, randomly
 from support.table_runs import MIXED, OPTIMIZERS, Ids, check, looked_up
 
-from pinfeed import ArrayStore, HostEmbedding, NpyStore, RowOptimizer, checkpoint, train_rows
+from pinfeed import (
+    ArrayStore,
+    HostEmbedding,
+    HostEmbeddingBag,
+    NpyStore,
+    RowOptimizer,
+    checkpoint,
+    train_rows,
+)
 from pinfeed.devices.row_copies import MAX_COPIES
 from pinfeed.errors import BudgetError
 from pinfeed.native import library as native
@@ -345,3 +353,29 @@ def test_a_step_of_a_cached_table_takes_two_launches() -> None:
     # The cache, the rows of each batch, those of them that are written and those of the last flush
     # take an allocation for each of the three stores, and the slots of the last flush one.
     assert device.n["allocations", "of the cache"] <= 3 * (2 * steps + 2) + 1
+
+
+def trained_beside_a_bag(device: Any, depth: int) -> list[np.ndarray]:
+    """Train a table beside one whose rows are summed, and return both."""
+    stores = [ArrayStore(np.ones(shape, np.float32)) for shape in ((12, 4), (9, 2))]
+    table = HostEmbedding(12, 4, store=stores[0], device_cache=1.0)
+    bag = HostEmbeddingBag(9, 2, store=stores[1], mode="sum", device_cache=0.5)
+    optimizer = RowOptimizer(torch.optim.Adam, [table, bag], lr=0.1)
+    generator = torch.Generator().manual_seed(2)
+    batches = list(torch.randint(9, (6, 5, 3), generator=generator))
+    ids: Any = {table: lambda batch: batch, bag: lambda batch: batch}
+    for batch in train_rows(batches, ids, optimizer=optimizer, device=device, depth=depth):
+        loss = table(batch).square().sum() + bag(batch).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [store.array for store in stores]
+
+
+@pytest.mark.parametrize("has_engine", [False, True], ids=["one call each", "engine"])
+def test_a_bag_beside_a_table_on_the_simulated_device(has_engine: bool) -> None:
+    device = SimTorchDevice(lazy, has_engine=has_engine)
+    with device.factories():
+        found = trained_beside_a_bag(device, 2)
+    expected = trained_beside_a_bag("cpu", 0)
+    assert all(map(np.array_equal, found, expected))
