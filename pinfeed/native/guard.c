@@ -127,14 +127,14 @@ static int is_in_front(struct sigaction *now)
            && now->sa_sigaction == handle;
 }
 
-static void note_earlier(const struct sigaction *now)
+static void note_earlier(struct sigaction now)
 {
     int number = 0;
-    while (number < atomic_load(&n_earlier) && earlier[number].sa_sigaction != now->sa_sigaction)
+    while (number < atomic_load(&n_earlier) && earlier[number].sa_sigaction != now.sa_sigaction)
         number++;
     if (number == MOST_EARLIER)
         number--;
-    earlier[number] = *now;
+    earlier[number] = now;
     atomic_store(&n_earlier, number + 1);
 }
 
@@ -145,7 +145,7 @@ void pf_guard_arm(void)
         return;
     lock();
     if (n_mapped && !is_in_front(&now)) {
-        note_earlier(&now);
+        note_earlier(now);
         struct sigaction action = {.sa_sigaction = handle};
         /* SA_NODEFER: a signal that an earlier handler raises, as faulthandler does, must arrive
          * here within the call of that handler. */
