@@ -122,7 +122,11 @@ def _fill_parts(
     thunks = _in_context(opened, source, thunks)
     # The source calls ``host_transform``, unless the loop reads the rows for it.
     host = transforms.host if transforms.gather is None else None
-    draws = _compared(Draws(mover, thunks, schedule.n_readers, host), moves, writer, schedule)
+    draws: Draws | ComparedDraws
+    draws = drawn = Draws(mover, thunks, schedule.n_readers, host)
+    if writer is not None and _needs_comparison(source, schedule):
+        in_window = isinstance(moves, RowWindow)
+        draws = ComparedDraws(drawn, writer, schedule, finds_unread=in_window)
     opened.callback(draws.close)
     timeline = mover.counters.timeline
     lend = moves.lend
@@ -282,18 +286,10 @@ def _loader_loop(
     return make(parts, source, batches)
 
 
-def _compared(
-    draws: Draws, moves: Any, writer: Writer | None, schedule: PrefetchSchedule
-) -> Draws | ComparedDraws:
-    """Return draws that find the rows which batches share, if their values may be written."""
-    # Batches share no written rows without writes, or if every row of an epoch is distinct.
-    if writer is None or not (schedule.writes and schedule.repeats):
-        return draws
-    in_window = isinstance(moves, RowWindow)
-    # Nothing is in flight in an empty window.
-    if in_window and not schedule.depth:
-        return draws
-    return ComparedDraws(draws, writer, schedule, finds_unread=in_window)
+def _needs_comparison(source: Source, schedule: PrefetchSchedule) -> bool:
+    """Return whether a batch may have written rows twice, or in common with one in flight."""
+    is_in_flight = schedule.depth or not source.has_distinct_rows
+    return bool(schedule.writes and schedule.repeats and is_in_flight)
 
 
 def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:

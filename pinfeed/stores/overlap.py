@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from pinfeed.stores.concat import ConcatStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.store import Array, Store
 
+# Files to which the arrays of a store are mapped. To read them takes a millisecond.
+_known: WeakKeyDictionary[Store, list[FileMapping | None]] = WeakKeyDictionary()
 # numpy solves an equation to find whether strided arrays overlap. If this takes too long, the
 # arrays count as overlapping.
 _MAX_WORK = 1 << 16
@@ -66,7 +69,9 @@ def _files(store: Store) -> set[FileKey | None]:
 
 def _mappings_of(store: Store) -> list[FileMapping | None]:
     """Return the file to which each array of a store is mapped, or None."""
-    return [mapping_at(array.ctypes.data) for array in _arrays(store)]
+    if store not in _known:
+        _known[store] = [mapping_at(array.ctypes.data) for array in _arrays(store)]
+    return _known[store]
 
 
 def _in_files(store: Store) -> list[tuple[FileKey, Array]]:

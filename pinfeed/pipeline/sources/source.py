@@ -296,6 +296,9 @@ def _raise(errors: list[Exception], tensors: Iterator[Tensor]) -> NoReturn:
 class Source(ABC):
     """Batches on the host, epoch by epoch."""
 
+    has_distinct_rows = False
+    """Whether no row occurs twice in a batch."""
+
     @property
     @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:

@@ -83,6 +83,8 @@ class TableRowSource(LoaderSource):
         ArgumentError: If the loader cannot be iterated.
     """
 
+    has_distinct_rows = True
+
     def __init__(
         self, loader: Any, tables: Sequence[LoopTable], ranks: RankLoop | None = None
     ) -> None:

@@ -164,6 +164,32 @@ def test_losses_and_evaluations_are_those_of_torch(reads: bool, how: str) -> Non
         np.testing.assert_array_equal(one, other)
 
 
+def test_files_of_tables_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes a line for each mapped part of a process whenever its maps are read."""
+    tables = [
+        HostEmbedding.from_pretrained(torch.ones(N, DIM), freeze=False, name=name)
+        for name in ("words", "others")
+    ]
+    ids: Any = dict.fromkeys(tables, itself)
+    optimizer = SGD(tables)
+    reads: list[str] = []
+    original = open
+
+    def counted(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path) == "/proc/self/maps":
+            reads.append(path)
+        return original(path, *args, **options)
+
+    n_reads = []
+    monkeypatch.setattr("builtins.open", counted)
+    loop = train_rows([torch.arange(3)] * 4, ids, optimizer=optimizer)
+    for _ in loop:
+        with loop.evaluating():
+            assert len(list(read_rows([torch.arange(3)] * 2, ids, device="cpu"))) == 2
+        n_reads.append(len(reads))
+    assert n_reads[0] == n_reads[-1]
+
+
 def test_the_step_continues_with_the_same_rows() -> None:
     """An evaluation that fails, is left, or has a loader that fails changes nothing."""
     table = ones()
