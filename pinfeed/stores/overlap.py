@@ -12,6 +12,7 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.concat import ConcatStore
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import Array, Store
 
 # numpy solves an equation to find whether strided arrays overlap. If this takes too long, the
@@ -66,7 +67,21 @@ def _files(store: Store) -> set[FileKey | None]:
 
 def _mappings_of(store: Store) -> list[FileMapping | None]:
     """Return the file to which each array of a store is mapped, or None."""
-    return [mapping_at(array.ctypes.data) for array in _arrays(store)]
+    arrays = _arrays(store)
+    if isinstance(store, PinnedStore):
+        return [None] * len(arrays)
+    return [None if _is_allocated(array) else mapping_at(array.ctypes.data) for array in arrays]
+
+
+def _is_allocated(array: Array) -> bool:
+    """Return whether numpy has allocated the memory of an array, so that no file is mapped there.
+
+    This is known without ``/proc``, which takes a millisecond.
+    """
+    owner: object = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    return isinstance(owner, np.ndarray) and owner.flags.owndata
 
 
 def _in_files(store: Store) -> list[tuple[FileKey, Array]]:
