@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from types import FrameType
@@ -69,14 +68,12 @@ def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool, programs: Programs) 
     assert status == 0
 
 
-def test_the_interpreter_can_end_with_a_live_feeder() -> None:
+def test_the_interpreter_can_end_with_a_live_feeder(programs: Programs) -> None:
     program = (
         "import numpy as np, pinfeed; f = pinfeed.Feeder(np.zeros((1000, 2)), batch_size=2);"
         "i = iter(f); next(i); print('end')"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
-    )
+    done = programs.run(program, warnings="error")
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
