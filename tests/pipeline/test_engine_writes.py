@@ -29,7 +29,7 @@ from pinfeed.testing.sim_driver import SimDriver
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
-N = 40
+N = 25
 # Rows of a few bytes, whose values share memory, and rows of several pieces.
 WIDTHS = {"tiny": 2, "several pieces": 9000}
 ACTORS = ("compute", "read", "write", "engine", "writer")
