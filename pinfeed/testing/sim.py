@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import time
 import weakref
@@ -297,7 +298,7 @@ class SimDevice(SingleCalls):
         """Allocate an array, as a user's model does."""
         wanted = np.dtype(dtype)
         return self.tensor(
-            self.empty(int(np.prod(shape)) * wanted.itemsize, self._current), shape, wanted
+            self.empty(math.prod(shape) * wanted.itemsize, self._current), shape, wanted
         )
 
     def drain(self) -> None:

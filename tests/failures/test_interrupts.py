@@ -25,7 +25,7 @@ PROGRAM = """
             if {slow} and self.calls > 1:
                 if self.calls == 3:
                     print("ready", flush=True)
-                time.sleep(0.5)
+                time.sleep(0.2)
             super().gather(rows, out)
 
     table = np.zeros((2, 256 << 20), np.uint8) if {slow} else np.zeros((1000, 2))
@@ -47,7 +47,7 @@ PROGRAM = """
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("slow", [False, True], ids=["in the training step", "in a large batch"])
 def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool, programs: Programs) -> None:
-    """A batch of 256 MiB is gathered in sixteen steps of half a second each.
+    """A batch of 256 MiB is gathered in sixteen steps of 0.2 seconds each.
 
     The loop does not wait for the last one.
     """
