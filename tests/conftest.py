@@ -114,24 +114,25 @@ def open_files() -> set[str]:
     return {name for name in found if not name.endswith((".ttf", f"/proc/{os.getpid()}/fd"))}
 
 
-_frozen = {"modules": 0}
+_frozen = {"modules": 0, "tests": 0}
 
 
-def freeze_modules() -> None:
-    """Freeze modules and test cases, which the collector would examine again in each test.
+def freeze_objects() -> None:
+    """Freeze what stays until the end, which the collector would examine again in each test.
 
-    The collector took a fifth of the time, because some tests load large libraries, such as the
-    compiler of torch.
+    These are modules, test cases, reports of tests, and caches. The collector took a fifth of the
+    time, because some tests load large libraries, such as the compiler of torch.
     """
-    if len(sys.modules) > _frozen["modules"] + 100:
+    _frozen["tests"] += 1
+    if len(sys.modules) > _frozen["modules"] + 100 or _frozen["tests"] > 100:
         gc.collect()
         gc.freeze()
-        _frozen["modules"] = len(sys.modules)
+        _frozen.update(modules=len(sys.modules), tests=0)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    freeze_modules()
+    freeze_objects()
     threads = set(threading.enumerate())
     files = open_files()
     yield

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
-from pinfeed.memory.proc_maps import FileKey, FileMapping, file_key, mapping_at
+from pinfeed.memory.proc_maps import FileKey, file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.concat import ConcatStore
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import Array, Store
 
-# Files to which the arrays of a store are mapped. To read them takes a millisecond.
-_known: WeakKeyDictionary[Store, list[FileMapping | None]] = WeakKeyDictionary()
 # numpy solves an equation to find whether strided arrays overlap. If this takes too long, the
 # arrays count as overlapping.
 _MAX_WORK = 1 << 16
 # Substitute for the address of a file's first byte. Strides may be negative.
 _FILE_BASE = 1 << 48
+
+
+class _Place(NamedTuple):
+    """The memory of an array, or the part of a file to which it is mapped."""
+
+    file: FileKey | None
+    """The file; None for the memory."""
+    begin: int
+    """First byte, as an address or in the file."""
+    end: int
+    """Byte after the last one."""
+    array: Array
+    """The array at ``begin``. Its values are never read."""
+
+    def overlaps(self, other: _Place) -> bool:
+        """Return whether both have a byte in common."""
+        if self.file != other.file or self.begin >= other.end or other.begin >= self.end:
+            return False
+        try:
+            return bool(np.shares_memory(self.array, other.array, max_work=_MAX_WORK))  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+
+
+# A loop compares every two tables, and the kernel takes a millisecond to list mapped files.
+_known: WeakKeyDictionary[Store, list[_Place]] = WeakKeyDictionary()
 
 
 def share_rows(one: Store, other: Store) -> bool:
@@ -35,61 +61,61 @@ def share_rows(one: Store, other: Store) -> bool:
     for store, another in ((one, other), (other, one)):
         if isinstance(store, ConcatStore):
             return any(share_rows(part, another) for part in store.parts)
-    arrays, other_arrays = _arrays(one), _arrays(other)
-    if not arrays or not other_arrays:
-        return not _files(one).isdisjoint(_files(other))
-    if any(itertools.starmap(_share_memory, itertools.product(arrays, other_arrays))):
-        return True
-    if _files(one).isdisjoint(_files(other)):
-        return False
-    pairs = itertools.product(_in_files(one), _in_files(other))
-    return any(a[0] == b[0] and _share_memory(a[1], b[1]) for a, b in pairs)
-
-
-def _share_memory(one: Array, other: Array) -> bool:
-    try:
-        return bool(np.shares_memory(one, other, max_work=_MAX_WORK))  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _arrays(store: Store) -> list[Array]:
-    """Return the arrays in memory whose rows a store shares."""
-    if isinstance(store, ArrayStore):
-        return [store.array]
-    return store.arrays if isinstance(store, ArrowStore) else []
+    places, others = _places(one), _places(other)
+    if places and others:
+        return any(place.overlaps(another) for place in places for another in others)
+    files = _files(one)
+    return bool(files) and not files.isdisjoint(_files(other))
 
 
 def _files(store: Store) -> set[FileKey | None]:
     """Return the files that contain the rows of a store, including memory-mapped files."""
     if isinstance(store, FileStore):
         return set(map(file_key, store.paths)) - {None}
-    return {mapping.file for mapping in _mappings_of(store) if mapping is not None}
+    return {place.file for place in _places(store)} - {None}
 
 
-def _mappings_of(store: Store) -> list[FileMapping | None]:
-    """Return the file to which each array of a store is mapped, or None."""
+def _places(store: Store) -> list[_Place]:
+    """Return the memory of the rows of a store, and the parts of files that are mapped there."""
     if store not in _known:
-        _known[store] = [mapping_at(array.ctypes.data) for array in _arrays(store)]
+        arrays: list[Array] = []
+        if isinstance(store, ArrayStore):
+            arrays = [store.array]
+        elif isinstance(store, ArrowStore):
+            arrays = store.arrays
+        places = [_Place(None, *byte_bounds(array), array) for array in arrays]
+        if not isinstance(store, PinnedStore):
+            places += [place for array in arrays if (place := _place_in_file(array)) is not None]
+        _known[store] = places
     return _known[store]
 
 
-def _in_files(store: Store) -> list[tuple[FileKey, Array]]:
-    """Return the arrays of a store that are mapped from files, each with its file.
+def _place_in_file(array: Array) -> _Place | None:
+    """Return the part of a file to which an array is mapped, or None.
 
-    The address of such an array is its offset in the file, which makes positions in files
-    comparable. Its values are never read.
+    The address of the array of the place is its offset in the file, which makes positions in files
+    comparable.
     """
-    found = []
-    for array, mapping in zip(_arrays(store), _mappings_of(store), strict=True):
-        if mapping is not None:
-            interface = {
-                "shape": array.shape,
-                "typestr": f"|V{array.itemsize}",
-                "strides": array.strides,
-                "data": (_FILE_BASE + mapping.offset, True),
-                "version": 3,
-            }
-            placed = np.asarray(SimpleNamespace(__array_interface__=interface))
-            found.append((mapping.file, placed))
-    return found
+    mapping = None if _is_allocated(array) else mapping_at(array.ctypes.data)
+    if mapping is None:
+        return None
+    interface = {
+        "shape": array.shape,
+        "typestr": f"|V{array.itemsize}",
+        "strides": array.strides,
+        "data": (_FILE_BASE + mapping.offset, True),
+        "version": 3,
+    }
+    placed = np.asarray(SimpleNamespace(__array_interface__=interface))
+    return _Place(mapping.file, *byte_bounds(placed), placed)
+
+
+def _is_allocated(array: Array) -> bool:
+    """Return whether numpy has allocated the memory of an array, so that no file is mapped there.
+
+    This is known without ``/proc``.
+    """
+    owner: object = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    return isinstance(owner, np.ndarray) and owner.flags.owndata

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import time
 import weakref
@@ -118,7 +119,10 @@ class SimDevice(SingleCalls):
         # Whether workers wait for an operation of the host to end.
         self._are_workers_late = False
         self._free: dict[str, list[npt.NDArray[np.uint8]]] = {}
-        self._pinned: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
+        # Page-locked arrays by their addresses and identities.
+        self._pinned: weakref.WeakValueDictionary[tuple[int, int], Array] = (
+            weakref.WeakValueDictionary()
+        )
         self._compute = self.stream("compute")
         self._current = self._compute
         self.sites: set[Site] = set()
@@ -181,7 +185,7 @@ class SimDevice(SingleCalls):
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         array = np.full(nbytes, _POISON, np.uint8)
-        self._pinned[id(array)] = array
+        self._pin(array)
         return array
 
     def copy(self, src: Any, dst: Any, stream: SimStream) -> None:
@@ -226,8 +230,7 @@ class SimDevice(SingleCalls):
     def row_moves(self, kind: RowDirection, stores: Mapping[int, Any]) -> RowMoves:
         tables = []
         for k, store in stores.items():
-            self._pinned[id(store.array)] = store.array
-            tables.append(Table(store.array.ctypes.data, row_nbytes(store), k))
+            tables.append(Table(self._pin(store.array), row_nbytes(store), k))
         # Rows of a long table are read in the order of groups of at least 4 rows.
         n_rows = max(store.n_rows for store in stores.values())
         kernel, shift = 4, -1
@@ -295,7 +298,7 @@ class SimDevice(SingleCalls):
         """Allocate an array, as a user's model does."""
         wanted = np.dtype(dtype)
         return self.tensor(
-            self.empty(int(np.prod(shape)) * wanted.itemsize, self._current), shape, wanted
+            self.empty(math.prod(shape) * wanted.itemsize, self._current), shape, wanted
         )
 
     def drain(self) -> None:
@@ -340,6 +343,12 @@ class SimDevice(SingleCalls):
         site = (frame.f_code.co_filename, frame.f_lineno)
         self.sites.add(site)
         return site == self._deaf_to
+
+    def _pin(self, array: Array) -> int:
+        """Count an array as page-locked; return its address."""
+        address: int = array.ctypes.data
+        self._pinned[address, id(array)] = array
+        return address
 
     def _free_memory(
         self, block: npt.NDArray[np.uint8], nbytes: int, stream: SimStream, shared: set[SimStream]

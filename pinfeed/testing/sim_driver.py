@@ -111,7 +111,7 @@ class SimDriver:
         def guarded(*arguments: Any) -> int:
             try:
                 # A handle of 0 is None.
-                return call(*(argument or 0 for argument in arguments)) or 0
+                return call(*[argument or 0 for argument in arguments]) or 0
             except BaseException as error:
                 self._error = error
                 return _FAILED
@@ -202,8 +202,8 @@ class SimDriver:
         """Return references to the page-locked memory at an address, if there is some."""
         return [
             weakref.ref(memory)
-            for memory in self._device._pinned.values()
-            if 0 <= address - memory.ctypes.data <= memory.nbytes - nbytes
+            for (start, _), memory in self._device._pinned.items()
+            if 0 <= address - start <= memory.nbytes - nbytes
         ]
 
     def _new_handle(self) -> int:

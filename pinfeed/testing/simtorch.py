@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,7 +151,7 @@ class SimTorchDevice(SimDevice):
 
     def _done_or_queued(self, func: Any, args: Any, kwargs: Any) -> Any:
         operation = _Operation(func, args, kwargs)
-        if operation.is_view:
+        if operation.schema.is_view:
             leaves = tree_iter((args, kwargs))
             memory = next(leaf.memory for leaf in leaves if isinstance(leaf, SimTensor))
             return tree_map(lambda raw: SimTensor(self, memory, raw), operation.call()())
@@ -203,38 +203,56 @@ class SimTorchDevice(SimDevice):
         self._force(self._current.record())
 
 
+class _Schema:
+    """The facts that the schema of an operation states."""
+
+    def __init__(self, func: Any) -> None:
+        slots = func._schema.arguments
+        results = [result.alias_info for result in func._schema.returns]
+        self.written = [
+            (i, slot.name)
+            for i, slot in enumerate(slots)
+            if slot.alias_info is not None and slot.alias_info.is_write
+        ]
+        """Numbers and names of the arguments that it changes."""
+        names = [alias.before_set for alias in results if alias is not None]
+        self.returned = [
+            (i, slot.name)
+            for name in names
+            for i, slot in enumerate(slots)
+            if slot.alias_info is not None and slot.alias_info.before_set == name
+        ]
+        """Numbers and names of the arguments that it returns."""
+        self.is_view = not self.written and bool(names)
+        """Whether it returns views of its arguments and changes none."""
+        self.makes_none = len(names) == len(results)
+        """Whether all that it returns are arguments."""
+        self.returns_nothing = not results
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+
+
+_schema_of = functools.cache(_Schema)
+
+
 class _Operation:
-    """An operation of torch with its arguments, and the facts that its schema states."""
+    """An operation of torch with its arguments."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.slots = func._schema.arguments
-        self.returns = func._schema.returns
-        self.written = [
-            self._argument(i)
-            for i, slot in enumerate(self.slots)
-            if slot.alias_info is not None and slot.alias_info.is_write
-        ]
-        self._draws = torch.Tag.nondeterministic_seeded in func.tags
-
-    @property
-    def is_view(self) -> bool:
-        """Whether it returns views of its arguments and changes none."""
-        return not self.written and any(slot.alias_info is not None for slot in self.returns)
+        self.schema = _schema_of(func)
+        self.written = [self._argument(*place) for place in self.schema.written]
 
     @property
     def is_in_place(self) -> bool:
         """Whether it changes or checks tensors of the device and makes none."""
+        schema = self.schema
+        if schema.draws or not schema.makes_none:
+            return False
         tensors = [leaf for leaf in tree_leaves(self.written) if isinstance(leaf, torch.Tensor)]
         on_device = all(isinstance(leaf, SimTensor) for leaf in tensors)
-        return (
-            on_device
-            and not self._draws
-            and all(slot.alias_info is not None for slot in self.returns)
-            and bool(tensors or not self.returns)
-        )
+        return on_device and bool(tensors or schema.returns_nothing)
 
     def call(self, *, snapshot: bool = True) -> Callable[[], Any]:
         """Return a function that executes the operation.
@@ -250,13 +268,7 @@ class _Operation:
 
     def aliased(self) -> Any:
         """Return the arguments that the operation returns."""
-        names = [slot.alias_info.before_set for slot in self.returns if slot.alias_info is not None]
-        found = [
-            self._argument(i)
-            for name in names
-            for i, slot in enumerate(self.slots)
-            if slot.alias_info is not None and slot.alias_info.before_set == name
-        ]
+        found = [self._argument(*place) for place in self.schema.returned]
         return found[0] if len(found) == 1 else tuple(found) or None
 
     def result_shapes(self) -> tuple[list[torch.Tensor], TreeSpec] | None:
@@ -265,23 +277,42 @@ class _Operation:
         Returns:
             None if the shapes depend on values.
         """
-        if self.written or self._draws or self.kwargs.get("device") == _CPU:
+        if self.written or self.schema.draws or self.kwargs.get("device") == _CPU:
             return None
         if self.func._overloadpacket is torch.ops.aten._embedding_bag:
             # Without values, torch gives other shapes than those on the CPU.
             return None
-        kwargs = {name: _shaped(value) for name, value in self.kwargs.items()}
-        try:
-            found, spec = tree_flatten(self.func(*_shaped(self.args), **kwargs))
-        except (NotImplementedError, RuntimeError, TypeError):
-            # torch raises any of these if it needs values. A real mistake is raised again with
-            # values.
-            return None
-        plain = all(map(is_dense, found))
-        return (found, spec) if found and plain else None
+        kwargs = tuple((name, _described(value)) for name, value in self.kwargs.items())
+        return _result_shapes(self.func, _described(self.args), kwargs, torch.get_default_dtype())
 
-    def _argument(self, i: int) -> Any:
-        return self.args[i] if i < len(self.args) else self.kwargs.get(self.slots[i].name)
+    def _argument(self, i: int, name: str) -> Any:
+        return self.args[i] if i < len(self.args) else self.kwargs.get(name)
+
+
+class _Described(NamedTuple):
+    """An argument that is a tensor, without its values; or another argument, with its type.
+
+    Equal numbers of two types, such as 1 and 1.0, give results of two dtypes.
+    """
+
+    kind: type
+    value: Any
+
+
+# torch computes shapes in Python, and a training loop repeats its operations.
+@functools.lru_cache(maxsize=10_000)
+def _result_shapes(
+    func: Any, args: _Described, kwargs: tuple[tuple[str, _Described], ...], _: torch.dtype
+) -> tuple[list[torch.Tensor], TreeSpec] | None:
+    try:
+        found, spec = tree_flatten(
+            func(*_shaped(args), **{name: _shaped(value) for name, value in kwargs})
+        )
+    except (NotImplementedError, RuntimeError, TypeError):
+        # torch raises any of these if it needs values. A real mistake is raised again with values.
+        return None
+    plain = all(map(is_dense, found))
+    return (found, spec) if found and plain else None
 
 
 def _raw(value: Any, snapshot: bool) -> Any:
@@ -294,8 +325,18 @@ def _raw(value: Any, snapshot: bool) -> Any:
     return _CPU if value == META else value
 
 
-def _shaped(value: Any) -> Any:
-    """Return an argument with tensors without values in place of tensors."""
+def _described(value: Any) -> _Described:
     if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-    return [_shaped(one) for one in value] if isinstance(value, list | tuple) else value
+        return _Described(torch.Tensor, (value.shape, value.stride(), value.dtype))
+    if isinstance(value, list | tuple):
+        return _Described(list, tuple(map(_described, value)))
+    return _Described(type(value), value)
+
+
+def _shaped(described: _Described) -> Any:
+    """Return an argument with tensors without values in place of tensors."""
+    kind, value = described
+    if kind is torch.Tensor:
+        shape, stride, dtype = value
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+    return list(map(_shaped, value)) if kind is list else value

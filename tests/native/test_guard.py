@@ -4,11 +4,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs import Programs
 
 import pinfeed
 from pinfeed.native import library as native
@@ -70,15 +70,12 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def run(program: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("handler", "depth"), [("none", 0), ("before", 2), ("after", 2)])
-def test_a_file_that_shrinks_in_a_loop_is_an_error(path: Path, handler: str, depth: int) -> None:
-    done = run(SHRINK, handler, path, depth)
+def test_a_file_that_shrinks_in_a_loop_is_an_error(
+    path: Path, handler: str, depth: int, programs: Programs
+) -> None:
+    done = programs.run(SHRINK, handler, path, depth)
     assert done.returncode == 1
     assert "ReadError" in done.stderr
     assert f"{path} has shrunk to 5000 bytes" in done.stderr
@@ -97,9 +94,9 @@ def test_a_file_that_shrinks_in_a_loop_is_an_error(path: Path, handler: str, dep
     ],
 )
 def test_other_faults_end_the_process_as_without_pinfeed(
-    path: Path, handler: str, how: str
+    path: Path, handler: str, how: str, programs: Programs
 ) -> None:
-    done = run(FAULT, handler, path, how)
+    done = programs.run(FAULT, handler, path, how)
     assert done.returncode == -signal.SIGBUS
     assert "not reached" not in done.stdout
     assert done.stderr.count("Fatal Python error: Bus error") == (handler == "after")
@@ -155,7 +152,9 @@ def test_all_threads_of_a_process_survive(path: Path, size: int) -> None:
         feeder.close()
 
 
-def test_the_handler_is_installed_only_while_files_are_mapped(path: Path) -> None:
+def test_the_handler_is_installed_only_while_files_are_mapped(
+    path: Path, programs: Programs
+) -> None:
     program = """
 import ctypes, gc, sys, signal
 import pinfeed
@@ -173,7 +172,7 @@ del feeder, _
 gc.collect()
 print(handler() != 0)
 """
-    assert run(program, path).stdout.split() == ["False", "True", "False"]
+    assert programs.run(program, path).stdout.split() == ["False", "True", "False"]
 
 
 @pytest.fixture(scope="module")

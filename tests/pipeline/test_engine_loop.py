@@ -4,8 +4,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.internals import runner_of
+from support.programs import Programs
 
 import pinfeed
 from pinfeed.native import library as native
@@ -369,7 +368,7 @@ def test_a_fork_cannot_continue_the_loop() -> None:
     feeder.close()
 
 
-def test_a_program_may_end_within_a_loop() -> None:
+def test_a_program_may_end_within_a_loop(programs: Programs) -> None:
     program = """
 import numpy as np
 import pinfeed
@@ -378,7 +377,7 @@ loop = iter(feeder)
 next(loop)
 print("ends")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = programs.run(program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 

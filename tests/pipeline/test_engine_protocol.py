@@ -23,7 +23,7 @@ from pinfeed.testing import SimDevice, favour, lazy
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
-N = 40
+N = 25
 ACTORS = ("compute", "read", "engine")
 # Rows of a few bytes, which the loop gathers at once, and rows of several pieces.
 WIDTHS = {"tiny": 2, "several pieces": 9000}

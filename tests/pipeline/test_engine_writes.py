@@ -5,8 +5,6 @@ import gc
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.internals import runner_of
+from support.programs import Programs
 from support.schedules import next_stream, randomly, stalling, switch
 
 from benchmarks.host.gpu import simulated_gpu
@@ -30,7 +29,7 @@ from pinfeed.testing.sim_driver import SimDriver
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
-N = 40
+N = 25
 # Rows of a few bytes, whose values share memory, and rows of several pieces.
 WIDTHS = {"tiny": 2, "several pieces": 9000}
 ACTORS = ("compute", "read", "write", "engine", "writer")
@@ -567,7 +566,7 @@ def test_a_fork_cannot_write() -> None:
         written.feeder.close()
 
 
-def test_a_program_may_end_within_a_loop() -> None:
+def test_a_program_may_end_within_a_loop(programs: Programs) -> None:
     program = """
 import atexit, os
 import numpy as np
@@ -585,5 +584,5 @@ loop = feeder.batches()
 batch = next(loop)
 batch.write_back(batch.data.add_(1))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = programs.run(program)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{6 * 1000 * 64}\n", "")

@@ -79,7 +79,7 @@ def arrays(draw: st.DrawFn) -> dict[str, Any]:
     return options
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(options=arrays(), data=st.data())
 def test_chunks_equal_those_of_zarr(
     tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], data: st.DataObject

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 _ROUND = 512
 GPU = torch.device("cuda", 0)
@@ -149,9 +149,12 @@ class _OnCPU(TorchFunctionMode):
         if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             is_on_gpu = args[0].untyped_storage()._cdata in self._sizes
             return GPU if is_on_gpu else torch.device("cpu")
+        kwargs = kwargs or {}
         if func is not torch.device:
-            args, kwargs = tree_map(_as_cpu, (args, kwargs or {}))
-        return func(*args, **kwargs or {})
+            # torch takes no structures of devices.
+            args = [_as_cpu(value) for value in args]
+            kwargs = {name: _as_cpu(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 class _Allocations(TorchDispatchMode):

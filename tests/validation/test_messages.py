@@ -1,14 +1,13 @@
 """Messages of errors, warnings and reprs that say what to do."""
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.programs import Programs
 
 from pinfeed import (
     BigBatch,
@@ -112,17 +111,15 @@ pinfeed.Feeder(np.zeros((4, 2)), batch_size=2, device="cpu", route="staged")
 @pytest.mark.parametrize(
     ("logs", "start"), [("bare", "pinfeed: route="), ("configured", "pinfeed says route=")]
 )
-def test_a_warning_says_once_that_it_is_pinfeeds(logs: str, start: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, logs], capture_output=True, text=True, check=True
-    )
+def test_a_warning_says_once_that_it_is_pinfeeds(logs: str, start: str, programs: Programs) -> None:
+    done = programs.run(_PROGRAM, logs)
+    assert not done.returncode
     (line,) = done.stderr.splitlines()
     assert line.startswith(start)
 
 
-def test_a_warning_that_cannot_be_printed_stops_no_program() -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, "closed"], check=False)
-    assert not done.returncode
+def test_a_warning_that_cannot_be_printed_stops_no_program(programs: Programs) -> None:
+    assert not programs.run(_PROGRAM, "closed").returncode
 
 
 def test_a_big_batch_shows_its_options() -> None:

@@ -251,18 +251,16 @@ def synchronisations() -> list[tuple[str, int]]:
 
 # Wrong row indices make torch raise errors, also while a loop is freed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
-)
-def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
+def test_every_synchronisation_is_needed() -> None:
     """A loop without one wait computes other results, or uses freed memory, on some schedule."""
     known = ("transfer.py", "row_window.py", "batch_copies.py")
-    assert site[0].endswith(known), f"a wait or sync outside of {known}"
-    every = itertools.product(VARIANTS, WORST)
-    assert any(
-        fails(SimTorchDevice(CORNERS[corner](), direct=direct, deaf_to=site), kwargs)
-        for (direct, kwargs), corner in every
-    )
+    for site in synchronisations():
+        assert site[0].endswith(known), f"a wait or sync outside of {known}"
+        every = itertools.product(VARIANTS, WORST)
+        assert any(
+            fails(SimTorchDevice(CORNERS[corner](), direct=direct, deaf_to=site), kwargs)
+            for (direct, kwargs), corner in every
+        ), f"no schedule notices that this wait is missing: {linecache.getline(*site)}"
 
 
 def fails(device: SimTorchDevice, kwargs: dict[str, Any]) -> bool:
