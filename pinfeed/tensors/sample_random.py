@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,9 +138,8 @@ def one_compute_thread() -> Iterator[None]:
     cores. Other threads, such as that of the training loop, keep their number.
     """
     n_threads = torch.get_num_threads()
-    # torch.set_num_threads also changes the number of threads that begin later.
-    set_own = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
-    if n_threads == 1 or set_own is None:
+    set_own = _openmp() if n_threads > 1 else None
+    if set_own is None:
         yield
         return
     set_own(1)
@@ -147,3 +147,12 @@ def one_compute_thread() -> Iterator[None]:
         yield
     finally:
         set_own(n_threads)
+
+
+@functools.cache
+def _openmp() -> Callable[[int], object] | None:
+    """Return the function that sets the number of OpenMP threads of the calling thread, if any.
+
+    torch.set_num_threads also changes the number of threads that begin later.
+    """
+    return getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
