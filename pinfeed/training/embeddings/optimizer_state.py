@@ -189,17 +189,20 @@ def table_layouts(
     """
     found = {}
     for group in groups:
+        own = group_options(group)
+        layouts: dict[tuple[int, torch.dtype], StateLayout] = {}
         for table in group["params"]:
-            dtype = TORCH[np.dtype(table.store.dtype)]
-            dim = table.embedding_dim
-            own = group_options(group)
-            found[table] = discover(optimizer_class, options, dim, dtype, own, gradients)
+            kind = dim, dtype = table.embedding_dim, TORCH[np.dtype(table.store.dtype)]
+            if kind not in layouts:
+                layout = discover(optimizer_class, options, dim, dtype, own, gradients)
+                layouts[kind] = layout
+                if gradients is None and not layout.sparse:
+                    require_one_rule(OptimizerTrial(optimizer_class, options, own), dim, dtype)
+            found[table] = layouts[kind]
             if found[table].sparse and getattr(table, "mode", None) == "max":
                 raise ArgumentError(
                     f"{table.name} has mode='max', for which torch computes dense gradients only; "
                     "expected mode='sum' or 'mean' for sparse gradients; give gradients='dense', "
                     "or an optimizer that takes dense gradients"
                 )
-            if gradients is None and not found[table].sparse:
-                require_one_rule(OptimizerTrial(optimizer_class, options, own), dim, dtype)
     return found
