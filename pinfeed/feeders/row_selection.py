@@ -12,9 +12,8 @@ import numpy as np
 from pinfeed.errors import ArgumentError, BudgetError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
-from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.order_batches import EqualBatches, OrderBatches, RankBatches
+from pinfeed.rows.order_batches import EqualBatches, OrderBatches, RankBatches, RowBatches
 from pinfeed.rows.orders import Order, known, sequential, shuffled
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch

@@ -25,7 +25,7 @@ the earlier ones, so an epoch needs no memory, and resumes anywhere. Orders can 
 # element_batches and packed cut the rows of an order into units of limited elements
 # (length_batches.py). The numbers of rows of their batches differ, so they are not orders.
 #
-# A feeder draws RowBatches (batches.py), which also save and resume positions:
+# A feeder draws RowBatches (order_batches.py), which also save and resume positions:
 #
 # - OrderBatches and RankBatches are those of an order, in one process or in one rank. A state has
 #   the rows that all ranks have read, so any number of ranks continues with the rest, with any size

@@ -22,7 +22,7 @@ from pinfeed.rows.orders import (
 )
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import checked_lengths, longest_first
-from pinfeed.rows.windows import WidenedWindows, Windows
+from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import check_seed, whole_number
 
 # Measured bytes of a row while a window is sorted, rounded up.
@@ -119,7 +119,7 @@ class Bucketed(DerivedOrder):
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
         found = self.order.windows(n_rows, epoch)
         n = self.length(n_rows)
-        return None if found is None else WidenedWindows(found, self.window_rows, n)
+        return None if found is None else found.widened(self.window_rows, n)
 
     @property
     def window_nbytes(self) -> int:

@@ -18,9 +18,8 @@ from operator import index
 from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.length_batches import START, LengthBatches, Mark
-from pinfeed.rows.order_batches import RankBatches
+from pinfeed.rows.order_batches import RankBatches, RowBatches, RowIndices
 from pinfeed.rows.orders import Order, UserOrder, known
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.ranks import PerRank, RankPartition, Ranks, Uneven, world

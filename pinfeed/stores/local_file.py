@@ -16,14 +16,13 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
-from pinfeed.memory.proc_maps import file_key
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.file_reader import FileReader
 from pinfeed.stores.file_store import FileStore, RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.page_cache import FileMap, is_safe_to_map, joined_rows
-from pinfeed.stores.paths import file_version
+from pinfeed.stores.paths import file_key, file_version
 from pinfeed.stores.store import Array, checked_scatter
 from pinfeed.validation.arguments import check_flag
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pinfeed.memory.proc_maps import FileKey, FileMapping, file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.concat import ConcatStore
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.paths import FileKey, FileMapping, file_key, mapping_at
 from pinfeed.stores.store import Array, Store
 
 # numpy solves an equation to find whether strided arrays overlap. If this takes too long, the

@@ -10,8 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.compat.speedtorch.placement import HostTable, Place, Table, as_numpy, staging_tensor
-from pinfeed.compat.speedtorch.tables import FileName, SingleTable, copy_all_rows, find_file
+from pinfeed.compat.speedtorch.tables import (
+    FileName,
+    HostTable,
+    Place,
+    SingleTable,
+    Table,
+    as_numpy,
+    copy_all_rows,
+    find_file,
+    staging_tensor,
+)
 from pinfeed.errors import RowIndexError, StoreError, WriteBackError, described
 from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of

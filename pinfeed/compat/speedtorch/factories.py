@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pinfeed.compat.speedtorch.placement import Place, table_dtype
 from pinfeed.compat.speedtorch.state_tables import StateTables
-from pinfeed.compat.speedtorch.tables import CountTable, Tables
+from pinfeed.compat.speedtorch.tables import CountTable, Place, Tables, table_dtype
 from pinfeed.compat.speedtorch.weight_table import WeightTable
 from pinfeed.errors import StoreError
 

@@ -23,7 +23,7 @@ from pinfeed.pipeline.sources.source import (
     made_or_failed,
 )
 from pinfeed.pipeline.sources.user_calls import BatchTransform, guarded
-from pinfeed.rows.batches import EpochHooks
+from pinfeed.rows.order_batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
 
 if TYPE_CHECKING:

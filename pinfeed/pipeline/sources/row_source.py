@@ -18,7 +18,7 @@ from pinfeed.pipeline.sources.source import (
 )
 from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
-from pinfeed.rows.batches import RowBatches, RowIndices
+from pinfeed.rows.order_batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Places
 from pinfeed.stores.file_store import FileStore, rows_version

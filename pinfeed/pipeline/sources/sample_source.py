@@ -25,8 +25,7 @@ from pinfeed.pipeline.sources.source import (
     made_or_failed,
 )
 from pinfeed.pipeline.sources.user_calls import guarded
-from pinfeed.rows.batches import RowIndices
-from pinfeed.rows.order_batches import OrderBatches, RankBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches, RowIndices
 from pinfeed.threads.pool import Turns
 
 

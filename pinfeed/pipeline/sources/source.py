@@ -18,7 +18,7 @@ from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.pipeline.row_cache import CachedRows
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.readahead.strategy import UnreadRows
-from pinfeed.rows.batches import EpochHooks, RowBatches
+from pinfeed.rows.order_batches import EpochHooks, RowBatches
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Store
