@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.array import ArrayStore, ConcatStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.concat import ConcatStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.paths import FileKey, FileMapping, file_key, mapping_at
 from pinfeed.stores.store import Array, Store
