@@ -216,6 +216,8 @@ class ConcatStore(ReadOnly):
         self._owned = tuple(owned)
         self._ends = np.cumsum([part.n_rows for part in parts])
         self.n_rows: int = self._ends.item(-1)
+        self.row_shape = parts[0].row_shape
+        self.dtype = parts[0].dtype
         self._gathers = [run_gather(part) for part in parts]
         # Pinned memory does not exist in forked processes, so its address is not kept.
         arrays = [part.array for part in parts if type(part) is ArrayStore]
@@ -228,14 +230,6 @@ class ConcatStore(ReadOnly):
 
     def __repr__(self) -> str:
         return f"<ConcatStore: {in_words(self)}, of {len(self.parts)} stores>"
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return self.parts[0].row_shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.parts[0].dtype
 
     @property
     def resident_bytes(self) -> int:

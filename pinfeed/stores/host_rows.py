@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -131,6 +132,7 @@ RunGather = Callable[[Runs, Array], None]
 """Copies runs of rows into an array of shape (m, *row_shape); the caller checks the arguments."""
 
 
+@dataclass(slots=True, eq=False)
 class RunRows:
     """Runs of rows that a batch needs: an ``UnreadPart`` that gathers them.
 
@@ -143,35 +145,23 @@ class RunRows:
         padding: Value of the elements that no run fills; None if the runs fill all elements.
     """
 
-    __slots__ = ("_gather", "_n_axes", "_padding", "_runs", "dtype", "shape")
-
-    def __init__(
-        self,
-        gather: RunGather,
-        runs: Runs,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        *,
-        n_axes: int = 1,
-        padding: Any = None,
-    ) -> None:
-        self._gather = gather
-        self._runs = runs
-        self._n_axes = n_axes
-        self._padding = padding
-        self.shape = shape
-        self.dtype = dtype
+    gather: RunGather
+    runs: Runs
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    n_axes: int
+    padding: Any
 
     def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the runs into ``out``, step by step."""
-        if self._padding is not None:
-            out.fill(self._padding)
-        row_shape = self.shape[self._n_axes :]
-        rows = out.reshape(math.prod(self.shape[: self._n_axes]), *row_shape)
+        if self.padding is not None:
+            out.fill(self.padding)
+        row_shape = self.shape[self.n_axes :]
+        rows = out.reshape(math.prod(self.shape[: self.n_axes]), *row_shape)
         nbytes = math.prod(row_shape) * self.dtype.itemsize
-        for piece in self._runs.pieces(max(1, _STEP_BYTES // max(1, nbytes))):
+        for piece in self.runs.pieces(max(1, _STEP_BYTES // max(1, nbytes))):
             check_stop()
-            self._gather(piece, rows)
+            self.gather(piece, rows)
 
 
 def runs_of(rows: Rows) -> Runs:

@@ -148,6 +148,14 @@ class RaggedStore(ClosedOnExit):
             check_offsets(self.offsets, self.n_items)
             self.paddings = self.item_parts.paddings(padding)
             """Value of padded elements of each part."""
+            self.items = self.structure(self.parts)
+            """Store of the items; several parts have the structure in which they were given."""
+            self.item_shape = self.structure(part.row_shape for part in self.parts)
+            """Shape of one item, ``()`` if it is a number; several parts as for ``items``."""
+            self.dtype = self.structure(part.dtype for part in self.parts)
+            """Dtype of the items; several parts as for ``items``."""
+            self.padding = self.structure(self.paddings)
+            """Value of padded elements; several parts as for ``items``."""
             if layout == "jagged":
                 # Imported here, because torch need not be loaded for numpy arrays.
                 from pinfeed.tensors.numpy_torch import load_jagged
@@ -197,26 +205,6 @@ class RaggedStore(ClosedOnExit):
     def structure(self, values: Iterable[Any]) -> Any:
         """Return values, one for each part, in the structure in which the parts were given."""
         return self.item_parts.structure(iter(values))
-
-    @property
-    def items(self) -> Any:
-        """Store of the items; several parts have the structure in which they were given."""
-        return self.structure(self.parts)
-
-    @property
-    def item_shape(self) -> Any:
-        """Shape of one item, ``()`` if it is a number; several parts as for ``items``."""
-        return self.structure(part.row_shape for part in self.parts)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the items; several parts as for ``items``."""
-        return self.structure(part.dtype for part in self.parts)
-
-    @property
-    def padding(self) -> Any:
-        """Value of padded elements; several parts as for ``items``."""
-        return self.structure(self.paddings)
 
     @property
     def form(self) -> str:
@@ -297,16 +285,10 @@ class RaggedStore(ClosedOnExit):
     ) -> list[RunRows]:
         """Return runs of the items of each part, with elements to pad if ``shape`` has two axes."""
         n_axes = len(shape)
+        paddings = self.paddings if n_axes == 2 else [None] * len(self.parts)
         return [
-            RunRows(
-                gather,
-                runs,
-                (*shape, *part.row_shape),
-                part.dtype,
-                n_axes=n_axes,
-                padding=padding if n_axes == 2 else None,
-            )
-            for gather, part, padding in zip(gathers, self.parts, self.paddings, strict=True)
+            RunRows(gather, runs, (*shape, *part.row_shape), part.dtype, n_axes, padding)
+            for gather, part, padding in zip(gathers, self.parts, paddings, strict=True)
         ]
 
     def read_parts(self, rows: Rows, layout: Layout | None = None) -> list[Array]:
