@@ -237,6 +237,10 @@ class LoopOptions:
     """Number of threads that call ``host_transform``; None for one."""
     continuous: bool | None = None
     """Whether a loop that only reads may read the next epoch before one ends; None is False."""
+    depth: int | None = None
+    """Number of batches to prefetch; None if the loop chooses it, or is given it otherwise."""
+    device: DeviceLike = "auto"
+    """Target device, as the user named it."""
 
     def __post_init__(self) -> None:
         check_flag(self.progress, "progress")
@@ -288,11 +292,10 @@ class LoopOptions:
                 "give the DataLoader generator=torch.Generator().manual_seed(seed)"
             )
 
-    def require_continuous(self, depth: int | None, reason: str = "") -> None:
+    def require_continuous(self, reason: str = "") -> None:
         """Check that ``continuous=True`` does not conflict with other arguments.
 
         Args:
-            depth: Number of batches to prefetch; None if it is not fixed.
             reason: Why the loop cannot be continuous, with what to do; empty if it can.
 
         Raises:
@@ -300,7 +303,7 @@ class LoopOptions:
         """
         if not self.continuous:
             return
-        if depth == 0:
+        if self.depth == 0:
             reason = "depth=0 reads nothing ahead; give another depth"
         if reason:
             raise ArgumentError(

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.devices import DeviceLike
 from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import single_batches
-from pinfeed.pipeline.sources.source import ArrayPart, BatchThunk, HostBatch, Source
+from pinfeed.pipeline.sources.source import ArrayPart, BatchThunks, HostBatch, Source
 from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Array
 from pinfeed.stores.transition_ring import Draw, TransitionRing
@@ -117,9 +116,7 @@ class ReplaySource(Source):
             for draw in mine:
                 self.ring.release(draw)
 
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches that ``draw_ahead`` has drawn, one per thunk."""
         n_made = start
         while self.length is None or n_made < self.length:
@@ -167,7 +164,6 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
     Args:
         source: Source of the batches.
         batch_size: Transitions per batch.
-        device: Target device, as the user named it.
         options: Options of the loop.
         nbytes: Bytes of the buffer.
         in_files: Whether the transitions are in files.
@@ -177,7 +173,6 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         self,
         source: ReplaySource,
         batch_size: int,
-        device: DeviceLike,
         options: LoopOptions,
         *,
         nbytes: int,
@@ -190,7 +185,7 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         sizes += [4] * (source.ring.layout.window > 1) + [4, 8] * source.has_weights
         # Each batch is drawn ``depth`` requests ahead, so that batches share no slot.
         schedule = single_batches(batch_size * sum(sizes), source.depth)
-        device = self._open_device(device, n_spare=len(sizes) * (schedule.n_slots + 1))
+        device = self._open_device(options.device, n_spare=len(sizes) * (schedule.n_slots + 1))
         capacity = [batch_size * size for size in sizes]
         parts = [PartSize(size, size, is_staged=not device.unified) for size in capacity]
         items = loop_allocations(parts, batch_size, schedule, unified=device.unified)

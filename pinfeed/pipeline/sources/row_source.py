@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.source import (
     ArrayPart,
-    BatchThunk,
+    BatchThunks,
     HostBatch,
     OrderedSource,
     RowGroup,
@@ -55,9 +55,7 @@ class RowSource(OrderedSource):
     def rows_version(self) -> object:
         return rows_version(self._files())
 
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches of an epoch; each thunk computes its row indices."""
         windows, position, stop = self.batches.windows(number, start)
         with contextlib.ExitStack() as stack:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch, Skippe
 from pinfeed.pipeline.sources.sample_maker import SampleMaker, SampleThreads
 from pinfeed.pipeline.sources.source import (
     BatchThunk,
+    BatchThunks,
     HostBatch,
     OrderedSource,
     host_batch_of,
@@ -92,9 +93,7 @@ class BatchesOfSamples(OrderedSource):
     def loop_context(self) -> contextlib.AbstractContextManager[object]:
         return self.threads.running()
 
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
         batches = self.batches.epoch(number, start, checksum)
         return (self._thunk(number, row_indices) for row_indices in batches)

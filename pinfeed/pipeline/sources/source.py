@@ -272,6 +272,9 @@ A source makes thunks one at a time. The thunk does the work that may run in par
 computing row indices.
 """
 
+BatchThunks = Generator[BatchThunk, None, None]
+"""The thunks of an epoch, one at a time."""
+
 
 def failed_batch(error: Exception) -> HostBatch:
     """Return a batch without parts, in place of a failed one; ``rebuild`` raises the error."""
@@ -349,9 +352,7 @@ class Source(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches of an epoch in order, each as a thunk.
 
         Reader threads iterate over the generator, one at a time.
