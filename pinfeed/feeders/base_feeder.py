@@ -18,6 +18,7 @@ from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.sources.user_calls import BatchTransform, Seed
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
+from pinfeed.stores.store import ClosedOnExit
 from pinfeed.validation.arguments import (
     check_flag,
     check_function,
@@ -25,9 +26,6 @@ from pinfeed.validation.arguments import (
     takes_generator,
     whole_number,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -51,7 +49,7 @@ def no_items(feeder: object, rows: object) -> NoReturn:
     )
 
 
-class BaseFeeder(Generic[T_co]):
+class BaseFeeder(ClosedOnExit, Generic[T_co]):
     """Loop over batches on a device, with statistics, a timeline and ``close``.
 
     A subclass calls ``_open_device`` and sets ``_loop`` in its constructor, and defines
@@ -98,14 +96,6 @@ class BaseFeeder(Generic[T_co]):
         except Exception:
             # The constructor has failed, or an object of the user is broken.
             return f"<{kind}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
-        self.close()
 
     @property
     def device(self) -> str:

@@ -226,13 +226,11 @@ class Feeder(ResumableFeeder[T_co]):
             raise
         logger.info("%s", self._plan)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         try:
             self.close()
         except Exception:
-            if error is None:
+            if exc_info[1] is None:
                 raise
             logger.exception("closing a feeder failed, in addition to the error that is raised")
 

@@ -17,42 +17,12 @@ from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import single_batches
 from pinfeed.pipeline.sources.source import ArrayPart, BatchThunks, HostBatch, Source
-from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
+from pinfeed.stores.host_rows import CheckStop, FunctionPart, UnreadPart
 from pinfeed.stores.store import Array
 from pinfeed.stores.transition_ring import Draw, TransitionRing
 
 DrawNow = Callable[[], Draw]
 """Draws the transitions of a batch from those that are stored now."""
-
-
-@dataclass(frozen=True)
-class PartOfDraw:
-    """A part of drawn transitions: an ``UnreadPart`` that is read from the ring.
-
-    Args:
-        ring: The ring.
-        draw: The transitions.
-        shape: Shape of the part of the batch.
-        dtype: Dtype of the part.
-        gather: Copies the part of a draw into an array.
-    """
-
-    ring: TransitionRing
-    draw: Draw
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    gather: Callable[[Draw, Array], None]
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Gather the part, and release the transitions after the last part."""
-        try:
-            check_stop()
-            self.gather(self.draw, out)
-        except BaseException:
-            # The other parts are not read.
-            self.ring.release(self.draw)
-            raise
-        self.ring.release(self.draw, 1)
 
 
 @dataclass(frozen=True)
@@ -136,14 +106,27 @@ class ReplaySource(Source):
         n = len(draw.rows)
         parts: list[UnreadPart] = []
         for name, (shape, dtype) in ring.layout.parts.items():
-            gather = functools.partial(ring.gather, name)
-            parts.append(PartOfDraw(ring, draw, (n, *shape), dtype, gather))
+            read = functools.partial(self._read, draw, functools.partial(ring.gather, name))
+            parts.append(FunctionPart((n, *shape), dtype, read))
         if ring.layout.window > 1:
-            float32 = np.dtype(np.float32)
-            parts.append(PartOfDraw(ring, draw, (n,), float32, ring.discounts))
+            read = functools.partial(self._read, draw, ring.discounts)
+            parts.append(FunctionPart((n,), np.dtype(np.float32), read))
         if draw.weights is not None and draw.numbers is not None:
             parts += [ArrayPart(draw.weights), ArrayPart(draw.numbers)]
         return HostBatch(parts, functools.partial(_named, self.names), [(n, 0)])
+
+    def _read(
+        self, draw: Draw, gather: Callable[[Draw, Array], None], out: Array, check_stop: CheckStop
+    ) -> None:
+        """Gather a part of drawn transitions, and release them after the last part."""
+        try:
+            check_stop()
+            gather(draw, out)
+        except BaseException:
+            # The other parts are not read.
+            self.ring.release(draw)
+            raise
+        self.ring.release(draw, 1)
 
 
 def _named(names: list[str], tensors: Iterator[Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -199,9 +198,6 @@ class ArrayStore(ClosedOnExit):
     def flush(self) -> None:
         """Do nothing, because memory needs no flush."""
 
-    def close(self) -> None:
-        """Do nothing, because the array belongs to the caller."""
-
 
 class ConcatStore(ReadOnly):
     """Rows of several stores, one after the other; read-only.
@@ -261,12 +257,6 @@ class ConcatStore(ReadOnly):
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
         for number, part in runs.by_part(self._ends):
             self._gathers[number](part, out)
-
-    def close(self) -> None:
-        """Close the stores that were opened from paths. Further calls do nothing."""
-        with contextlib.ExitStack() as stack:
-            for store in self._owned:
-                stack.callback(store.close)
 
     def _gather(self, rows: Rows, out: Array) -> None:
         self.gather_runs(runs_of(rows), out)

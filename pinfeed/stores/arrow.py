@@ -122,9 +122,6 @@ class ArrowStore(ReadOnly):
         else:
             self._stored.gather_runs(runs, out)
 
-    def close(self) -> None:
-        """Do nothing, because the column belongs to the caller."""
-
 
 def rows_of_chunk(array: Any, name: str) -> Array:
     """Return the rows of a chunk, shape (n_rows, *row_shape), if possible on Arrow's memory."""

@@ -154,6 +154,7 @@ class FileStore(ReadOnly):
     def close(self) -> None:
         """Close the files. Further calls do nothing."""
         self._closed = True
+        super().close()
 
     def _require_open(self) -> None:
         if self._closed:

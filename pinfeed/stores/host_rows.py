@@ -47,6 +47,25 @@ class UnreadPart(Protocol):
         """Fill ``out``, of this shape and dtype, and call ``check_stop`` between long steps."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionPart:
+    """An ``UnreadPart`` that a function fills.
+
+    Args:
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+        fill: Fills an array, given ``check_stop``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fill: Callable[[Array, CheckStop], object]
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
+        """Fill ``out`` by the function."""
+        self.fill(out, check_stop)
+
+
 class Gatherable(Protocol):
     """Rows that can be gathered: the part of a Store that readers need."""
 

@@ -96,9 +96,9 @@ class ItemParts(ClosedOnExit):
                 "give np.concatenate(rows), and the offsets "
                 "np.concatenate(([0], np.cumsum([len(row) for row in rows])))"
             )
-        leaves, self.structure, self.owned = leaves_of(values, "values")
+        leaves, self.structure, owned = leaves_of(values, "values")
         with contextlib.ExitStack() as stack:
-            for store in self.owned:
+            for store in owned:
                 stack.callback(store.close)
             parts: list[Store] = []
             for path, leaf in leaves:
@@ -110,7 +110,7 @@ class ItemParts(ClosedOnExit):
                 if not is_store(leaf):
                     leaf = open_store(leaf, f"values{path}")
                     stack.callback(leaf.close)
-                    self.owned.append(leaf)
+                    owned.append(leaf)
                 parts.append(cast(Store, leaf))
             if not parts:
                 raise StoreError("values has no parts; expected at least one array of items")
@@ -125,6 +125,7 @@ class ItemParts(ClosedOnExit):
                     "RaggedStore each"
                 )
             stack.pop_all()
+        self._owned = owned
         self.stores = parts
         """Store of each part."""
         self.paths = [path for path, _ in leaves]
@@ -140,12 +141,6 @@ class ItemParts(ClosedOnExit):
         state = dict(state)
         _, self.structure = flatten(state.pop("names"))
         vars(self).update(state)
-
-    def close(self) -> None:
-        """Close the stores that this object owns. Further calls do nothing."""
-        with contextlib.ExitStack() as stack:
-            for store in self.owned:
-                stack.callback(store.close)
 
     def paddings(self, padding: Any) -> list[Any]:
         """Return the padding of each part.

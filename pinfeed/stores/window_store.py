@@ -160,7 +160,7 @@ class WindowStore(FileStore):
         covered = ((self.counts - 1) * self._distances).sum(1) + self.extent
         n_covered = covered[np.array(n_windows) > 0].sum().item()
         self.nbytes = min(n_covered * items.row_nbytes, items.nbytes)
-        self._owned = owned
+        self._owned = [items] if owned else ()
 
     def __repr__(self) -> str:
         return f"<{self.n_rows:,} windows of shape {self.row_shape} of {self.label}>"
@@ -178,12 +178,6 @@ class WindowStore(FileStore):
         # A window that extends over several files is not in one piece.
         is_in_one_file = len(self.shapes) == len(self.paths)
         return is_in_one_file and self._is_one_run and self.items.can_be_memory_rows
-
-    def close(self) -> None:
-        """Close the items if the store opened them. Further calls do nothing."""
-        super().close()
-        if self._owned:
-            self.items.close()
 
     @functools.cached_property
     def bounds(self) -> Rows | None:
