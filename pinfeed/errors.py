@@ -27,7 +27,11 @@ Programs catch them by their base class or by the built-in class:
 
 from __future__ import annotations
 
+import logging
 import sys
+
+logger = logging.getLogger("pinfeed")
+"""Logger of what a program should know, but what does not end it."""
 
 
 def described(error: BaseException) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.devices import DeviceLike
-from pinfeed.errors import ArgumentError
+from pinfeed.errors import ArgumentError, logger
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from pinfeed.feeders.typed import FeederArguments, K, NamedSources, S, Tensor, TensorSource
-
-logger = logging.getLogger("pinfeed")
 
 
 class Feeder(ResumableFeeder[T_co]):

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import FileMissing, PinfeedError, ReadError, described
+from pinfeed.memory.pages import Bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.store import run_of
-
-Bytes = npt.NDArray[np.uint8]
 
 # Most bytes of one request; a multiple of every itemsize.
 RANGE_BYTES = 2 << 20

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from typing import Any, cast
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.errors import ArgumentError, StoreError, logger
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
@@ -17,8 +16,6 @@ from pinfeed.stores.host_rows import run_gather
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.store import ClosedOnExit, Store, is_store
 from pinfeed.tensors.pytree import flatten
-
-logger = logging.getLogger("pinfeed")
 
 
 def read_offsets(offsets: Any) -> Rows:

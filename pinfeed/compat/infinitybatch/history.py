@@ -1,4 +1,4 @@
-"""What a training loop did: History, its losses and times; MissingCalls, its forgotten calls."""
+"""History: the losses and times of a training loop; MissingCalls: the calls that it lacks."""
 
 from __future__ import annotations
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import numpy.typing as npt
-
-from pinfeed.errors import ReadError
+from pinfeed.errors import ReadError, logger
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch, host_batch_of
 from pinfeed.pipeline.sources.user_calls import drop_frames, guarded
 from pinfeed.stores.host_rows import CheckStop, FunctionPart, never
+from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending, Workers
 from pinfeed.validation.arguments import check_choice, whole_number
 
-logger = logging.getLogger("pinfeed")
-
-Array = npt.NDArray[Any]
 MakeSamples = Callable[[], AbstractContextManager[Callable[[int], Any]]]
 """Returns a context of a thread, with a function that makes the sample at a position."""
 Failures = list[tuple[int, Exception]]

@@ -28,11 +28,11 @@ from pinfeed.pipeline.row_cache import CachedRows, RowCache
 from pinfeed.rows.indices import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
+from pinfeed.stores.store import Array
 from pinfeed.tensors.numpy_torch import memory_of, to_torch
 from pinfeed.training.distributed.lockstep import Lockstep, RankStep
 from pinfeed.training.embeddings.batch_rows import BatchRows
 
-Array = npt.NDArray[Any]
 Positions = npt.NDArray[np.intp]
 
 
