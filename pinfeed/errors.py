@@ -1,4 +1,4 @@
-"""Exceptions of pinfeed, each a subclass of the built-in exception that a caller would expect.
+"""Exceptions of pinfeed, each a subclass of one that a caller would expect, and its logger.
 
 The built-in class is in brackets, so that existing ``except`` clauses catch the error. ``pinfeed``
 itself has the names of the exceptions that programs tell apart by name. The others are here alone.

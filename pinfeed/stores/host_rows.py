@@ -47,7 +47,7 @@ class UnreadPart(Protocol):
         """Fill ``out``, of this shape and dtype, and call ``check_stop`` between long steps."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FunctionPart:
     """An ``UnreadPart`` that a function fills.
 
