@@ -30,9 +30,9 @@ from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.dataset_feeder import wrap_dataset
 from pinfeed.feeders.endless import endless
 from pinfeed.feeders.feeder import Feeder
+from pinfeed.feeders.loader_feeder import wrap_loader
 from pinfeed.feeders.reader_feeder import wrap_readers
 from pinfeed.feeders.replay_buffer import ReplayBuffer
-from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
 from pinfeed.profiling.stats import FeederStats

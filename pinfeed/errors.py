@@ -1,4 +1,4 @@
-"""Exceptions of pinfeed, each a subclass of the built-in exception that a caller would expect.
+"""Exceptions of pinfeed, each a subclass of one that a caller would expect, and its logger.
 
 The built-in class is in brackets, so that existing ``except`` clauses catch the error. ``pinfeed``
 itself has the names of the exceptions that programs tell apart by name. The others are here alone.
@@ -27,7 +27,11 @@ Programs catch them by their base class or by the built-in class:
 
 from __future__ import annotations
 
+import logging
 import sys
+
+logger = logging.getLogger("pinfeed")
+"""Logger of what a program should know, but what does not end it."""
 
 
 def described(error: BaseException) -> str:

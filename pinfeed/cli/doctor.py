@@ -15,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pinfeed.cli.inspect import source_of
+from pinfeed.cli.inspect import Report, facts, in_words, source_of
 from pinfeed.cli.plan import described, usual_batch
-from pinfeed.cli.report import Report, facts, in_words
 from pinfeed.errors import DeviceError, MissingDependency, PinfeedError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.host import core_quota, free_host_bytes, host_limits, lock_limit

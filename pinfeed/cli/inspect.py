@@ -1,17 +1,66 @@
-"""``pinfeed inspect``, and the sources in files for all commands. Nothing is unpickled."""
+"""``pinfeed inspect``; sources in files, and reports, for all commands. Nothing is unpickled."""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pinfeed.cli.report import Report, in_words, table
+from tabulate import tabulate
+
 from pinfeed.errors import PinfeedError, StoreError
 from pinfeed.memory.units import human
 from pinfeed.stores.formats import FORMATS, Part, format_of, missing_part
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.messages import wrapped
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a command.
+
+    Attributes:
+        values: The result for scripts, in types that JSON has.
+        text: The result for people.
+        errors: A sentence for each file that cannot be read; the exit status is 2 if there is one.
+    """
+
+    values: Mapping[str, Any]
+    text: str
+    errors: Sequence[str] = ()
+
+
+def in_words(error: Exception) -> str:
+    """Return the message of an error, which names the file."""
+    if isinstance(error, OSError) and not isinstance(error, PinfeedError):
+        return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
+    return str(error)
+
+
+def table(columns: Mapping[str, Sequence[str]]) -> str:
+    """Format columns as a table, without the empty ones; sizes are aligned to the right."""
+    used = {title: cells for title, cells in columns.items() if any(cells)}
+    sides = ["right" if title == "size" else "left" for title in used]
+    # Cells are text, which tabulate would otherwise parse as numbers.
+    return tabulate(used, headers="keys", colalign=sides, disable_numparse=True) if used else ""
+
+
+def facts(title: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Format names and values below a title, one pair a line; pairs without a value are left out.
+
+    Args:
+        title: The title.
+        pairs: Names and values; pairs without a name continue the pair above.
+    """
+    shown = [(name, value) for name, value in pairs if value]
+    width = max((len(name) for name, _ in shown), default=0) + 4
+    lines = [
+        wrapped(value, first=f"  {name}".ljust(width), rest=" " * width) for name, value in shown
+    ]
+    return "\n".join([title, *lines])
+
 
 # Sources and problems that are listed for people.
 _SHOWN = 40

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pinfeed import __version__
-from pinfeed.cli.report import Report, in_words
+from pinfeed.cli.inspect import Report, in_words
 from pinfeed.errors import ArgumentError, PinfeedError
 from pinfeed.memory.units import parse_size
 from pinfeed.stores.formats import FORMATS

@@ -7,8 +7,7 @@ import contextlib
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.inspect import source_of
-from pinfeed.cli.report import Report
+from pinfeed.cli.inspect import Report, source_of
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits

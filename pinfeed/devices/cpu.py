@@ -23,8 +23,7 @@ from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import BufferPool, Bytes, huge
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.array import put_rows
-from pinfeed.stores.host_rows import UnreadPart
+from pinfeed.stores.host_rows import UnreadPart, put_rows
 from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, is_dense, memory_of, plain, to_torch
 from pinfeed.threads.pool import ThreadPool

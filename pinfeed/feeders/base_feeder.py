@@ -18,6 +18,7 @@ from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.sources.user_calls import BatchTransform, Seed
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
+from pinfeed.stores.store import ClosedOnExit
 from pinfeed.validation.arguments import (
     check_flag,
     check_function,
@@ -25,9 +26,6 @@ from pinfeed.validation.arguments import (
     takes_generator,
     whole_number,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -51,7 +49,7 @@ def no_items(feeder: object, rows: object) -> NoReturn:
     )
 
 
-class BaseFeeder(Generic[T_co]):
+class BaseFeeder(ClosedOnExit, Generic[T_co]):
     """Loop over batches on a device, with statistics, a timeline and ``close``.
 
     A subclass calls ``_open_device`` and sets ``_loop`` in its constructor, and defines
@@ -98,14 +96,6 @@ class BaseFeeder(Generic[T_co]):
         except Exception:
             # The constructor has failed, or an object of the user is broken.
             return f"<{kind}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
-        self.close()
 
     @property
     def device(self) -> str:
@@ -237,6 +227,10 @@ class LoopOptions:
     """Number of threads that call ``host_transform``; None for one."""
     continuous: bool | None = None
     """Whether a loop that only reads may read the next epoch before one ends; None is False."""
+    depth: int | None = None
+    """Number of batches to prefetch; None if the loop chooses it, or is given it otherwise."""
+    device: DeviceLike = "auto"
+    """Target device, as the user named it."""
 
     def __post_init__(self) -> None:
         check_flag(self.progress, "progress")
@@ -288,11 +282,10 @@ class LoopOptions:
                 "give the DataLoader generator=torch.Generator().manual_seed(seed)"
             )
 
-    def require_continuous(self, depth: int | None, reason: str = "") -> None:
+    def require_continuous(self, reason: str = "") -> None:
         """Check that ``continuous=True`` does not conflict with other arguments.
 
         Args:
-            depth: Number of batches to prefetch; None if it is not fixed.
             reason: Why the loop cannot be continuous, with what to do; empty if it can.
 
         Raises:
@@ -300,7 +293,7 @@ class LoopOptions:
         """
         if not self.continuous:
             return
-        if depth == 0:
+        if self.depth == 0:
             reason = "depth=0 reads nothing ahead; give another depth"
         if reason:
             raise ArgumentError(

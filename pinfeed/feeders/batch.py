@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Iterable
 from typing import Any, Generic
@@ -11,15 +10,13 @@ from typing import Any, Generic
 import numpy as np
 
 from pinfeed.devices.device import Device
-from pinfeed.errors import WriteBackError
+from pinfeed.errors import WriteBackError, logger
 from pinfeed.feeders.base_feeder import T_co
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.store import Store
-
-logger = logging.getLogger("pinfeed")
 
 
 class Batch(Generic[T_co]):

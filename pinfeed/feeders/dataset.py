@@ -14,12 +14,13 @@ from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import RaggedStore, Store
+from pinfeed.stores.store import ClosedOnExit
 from pinfeed.tensors.argument_types import Source
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
 
 
-class RowDataset(Dataset[Any]):
+class RowDataset(ClosedOnExit, Dataset[Any]):
     """Rows of arrays and files by index, as CPU tensors in the structure of the source.
 
     ``dataset[i]`` is row i. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. The caller
@@ -52,12 +53,6 @@ class RowDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         return f"<RowDataset: {self._tree}>"
-
-    def __enter__(self) -> RowDataset:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __len__(self) -> int:
         return self._tree.n_rows

@@ -155,8 +155,10 @@ def wrap_dataset(
         continuous = depth > 0
     if skipped is not None:
         device_transform = SkippedSamples.passing(device_transform)
-    options = LoopOptions(progress, timeline, None, device_transform, seed, continuous=continuous)
-    options.require_continuous(depth)
+    options = LoopOptions(
+        progress, timeline, None, device_transform, seed, None, continuous, depth, device
+    )
+    options.require_continuous()
     # The error of a whole batch would not say which samples to leave out.
     read_batch = batch_reader(dataset) if skipped is None else None
     samples = Samples(
@@ -167,7 +169,7 @@ def wrap_dataset(
         skipped,
         keeps_errors=on_error == "next",
     )
-    return DatasetFeeder(samples, selection, options, depth, device)
+    return DatasetFeeder(samples, selection, options)
 
 
 class DatasetFeeder(ResumableFeeder[T_co]):
@@ -179,14 +181,7 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         [[0, 1], [4, 9]]
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        selection: RowSelection,
-        options: LoopOptions,
-        depth: int,
-        device: DeviceLike,
-    ) -> None:
+    def __init__(self, samples: Samples, selection: RowSelection, options: LoopOptions) -> None:
         is_limited = selection.config is not None
         first = None
         if samples.n:
@@ -195,7 +190,8 @@ class DatasetFeeder(ResumableFeeder[T_co]):
             first = first_sample(samples.maker, may_fail=may_fail)
         self._samples = samples
         self._selection = selection
-        on = self._open_device(device, n_spare=depth + 2)
+        depth = options.depth or 0
+        on = self._open_device(options.device, n_spare=depth + 2)
         self._schedule = PrefetchSchedule(depth)
         self._transforms = options.transforms(on.name, selection.rank, is_limited=is_limited)
         self._plan = Plan(selection.batch_size or 1, depth, "staged", ())

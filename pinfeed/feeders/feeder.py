@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.devices import DeviceLike
-from pinfeed.errors import ArgumentError
+from pinfeed.errors import ArgumentError, logger
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from pinfeed.feeders.typed import FeederArguments, K, NamedSources, S, Tensor, TensorSource
-
-logger = logging.getLogger("pinfeed")
 
 
 class Feeder(ResumableFeeder[T_co]):
@@ -210,27 +207,27 @@ class Feeder(ResumableFeeder[T_co]):
             seed,
             transform_threads,
             continuous,
+            depth,
+            device,
         )
         _check_transforms(options, verify, route)
-        _check_continuous(options, selection, depth, verify)
+        _check_continuous(options, selection, verify)
         self._verify = verify
         self._begin = selection.note_workers
         self._stores = StoreTree(source)
         try:
             options = _making_batches(options, self._stores, verify)
-            self._prepare(selection, options, depth, device, route)
+            self._prepare(selection, options, route)
         except BaseException:
             self._stores.close()
             raise
         logger.info("%s", self._plan)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         try:
             self.close()
         except Exception:
-            if error is None:
+            if exc_info[1] is None:
                 raise
             logger.exception("closing a feeder failed, in addition to the error that is raised")
 
@@ -294,14 +291,7 @@ class Feeder(ResumableFeeder[T_co]):
         """
         self._loop.drain()
 
-    def _prepare(
-        self,
-        selection: RowSelection,
-        options: LoopOptions,
-        depth: int | None,
-        device: DeviceLike,
-        route: str | None,
-    ) -> None:
+    def _prepare(self, selection: RowSelection, options: LoopOptions, route: str | None) -> None:
         """Open the device, plan the memory and the reads, and make the runner of the epochs."""
         tree = self._stores
         config = selection.config
@@ -314,7 +304,7 @@ class Feeder(ResumableFeeder[T_co]):
         if isinstance(selection.order, LengthBatches):
             for ragged in tree.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
-        schedule = self._schedule_on(device, selection, options, depth)
+        schedule = self._schedule_on(selection, options)
         on = self._device
         is_limited = config is not None and config.cpu_memory_limit is not None
         transforms = options.transforms(on.name, selection.rank, is_limited=is_limited)
@@ -352,12 +342,11 @@ class Feeder(ResumableFeeder[T_co]):
             options = dataclasses.replace(options, continuous=continuous)
         self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
-    def _schedule_on(
-        self, device: DeviceLike, selection: RowSelection, options: LoopOptions, depth: int | None
-    ) -> PrefetchSchedule:
+    def _schedule_on(self, selection: RowSelection, options: LoopOptions) -> PrefetchSchedule:
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         config = selection.config
+        depth = options.depth
         is_ragged = bool(tree.ragged)
         schedule = choose_schedule(
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
@@ -369,7 +358,7 @@ class Feeder(ResumableFeeder[T_co]):
         single = _schedule_of_single_batches(schedule, depth)
         n_batches = max(schedule.n_slots, single.n_slots) + 1 + n_held(single.depth)
         n_parts = len(tree.stores) + len(tree.ragged) + len(tree.parts_of_ragged)
-        self._open_device(device, n_parts * n_batches)
+        self._open_device(options.device, n_parts * n_batches)
         is_default = depth is None and self._device.unified
         # On the CPU, no copy to a device would hide the work that write-backs cost.
         self._schedule_with_writes = dataclasses.replace(
@@ -462,9 +451,7 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _check_continuous(
-    options: LoopOptions, selection: RowSelection, depth: int | None, verify: bool
-) -> None:
+def _check_continuous(options: LoopOptions, selection: RowSelection, verify: bool) -> None:
     """Raise ArgumentError if ``continuous=True`` conflicts with another argument."""
     reason = ""
     if not isinstance(selection.order, Order):
@@ -474,7 +461,7 @@ def _check_continuous(
         )
     if verify:
         reason = "verify=True compares each batch with the rows as they are now; leave out verify"
-    options.require_continuous(depth, reason)
+    options.require_continuous(reason)
 
 
 def _schedule_of_single_batches(schedule: PrefetchSchedule, depth: int | None) -> PrefetchSchedule:

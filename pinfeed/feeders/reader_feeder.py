@@ -128,14 +128,14 @@ def wrap_readers(
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
     depth = check_depth(depth)
     selection = RowSelection(batch_size, None, None, shuffle, seed, drop_last, ranks)
-    options = LoopOptions(progress, timeline, continuous=continuous)
-    options.require_continuous(depth)
+    options = LoopOptions(progress, timeline, continuous=continuous, depth=depth, device=device)
+    options.require_continuous()
     batches = _identity_batches(len(inputs), one_read_count, selection)
     readers = [
         _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
         _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
     ]
-    return ReaderFeeder(readers, batches, selection.note_workers, device, depth, n_readers, options)
+    return ReaderFeeder(readers, batches, selection.note_workers, n_readers, options)
 
 
 class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
@@ -156,8 +156,6 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         readers: Readers of the input samples and of the output samples.
         batches: Identities of each batch, in the order of the epoch.
         begin: Function that the feeder calls when a loop begins.
-        device: Target device, as the user named it.
-        depth: Number of batches to prefetch.
         n_readers: Number of inputs that are read at the same time.
         options: Options of the loop.
     """
@@ -167,12 +165,11 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         readers: Sequence[SampleReader],
         batches: OrderBatches | RankBatches,
         begin: Callable[[], object],
-        device: DeviceLike,
-        depth: int,
         n_readers: int,
         options: LoopOptions,
     ) -> None:
-        device = self._open_device(device, n_spare=len(readers) * (depth + 2))
+        depth = options.depth or 0
+        device = self._open_device(options.device, n_spare=len(readers) * (depth + 2))
         self._begin = begin
         # The loop's own reader thread, or the thread of the synchronous loop, reads in turn.
         is_in_turn = min(n_readers, batches.batch_size) == 1 or not depth

@@ -230,7 +230,9 @@ class ReplayBuffer:
         """
         batch_size = whole_number(batch_size, "batch_size")
         n = None if n is None else whole_number(n, "n")
-        options = LoopOptions(progress, timeline, device_transform=device_transform, seed=0)
+        options = LoopOptions(
+            progress, timeline, device_transform=device_transform, seed=0, device=device
+        )
         has_weights = isinstance(self._draws, PrioritizedDraws)
 
         def draw() -> Draw:
@@ -238,7 +240,7 @@ class ReplayBuffer:
 
         source = ReplaySource(self._ring, draw, check_depth(depth), n, has_weights)
         return ReplayFeeder(
-            source, batch_size, device, options, nbytes=self.nbytes, in_files=self._in_files
+            source, batch_size, options, nbytes=self.nbytes, in_files=self._in_files
         )
 
     def update_priorities(self, rows: Numbers, priorities: Numbers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,7 @@ class UniformDraws:
         return rows, None
 
 
+@dataclass(eq=False)
 class PrioritizedDraws:
     """Draws rows in proportion to ``priority ** alpha``, as CleanRL's Rainbow does.
 
@@ -163,20 +165,14 @@ class PrioritizedDraws:
         epsilon: Added to each absolute priority, so that no row is lost.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        n_rows: int,
-        n_envs: int,
-        alpha: float,
-        beta: float,
-        epsilon: float,
-    ) -> None:
-        self.generator = generator
-        self._n_envs = n_envs
-        self.alpha = alpha
-        self.beta = beta
-        self._epsilon = epsilon
+    generator: Generator
+    n_rows: InitVar[int]
+    n_envs: int
+    alpha: float
+    beta: float
+    epsilon: float
+
+    def __post_init__(self, n_rows: int) -> None:
         self._max_priority = 1.0
         self.tree = SumTree(n_rows)
         # First rows of the steps that were added since the last draw, with their priorities. They
@@ -207,7 +203,7 @@ class PrioritizedDraws:
         starts = segment * np.arange(n)
         rows = tree.rows_at(self.generator.uniform(starts, segment * np.arange(1, n + 1)))
         shares = tree.priorities[rows] / tree.total
-        weights = (n_steps * self._n_envs * shares) ** -self.beta
+        weights = (n_steps * self.n_envs * shares) ** -self.beta
         return rows, (weights / weights.max()).astype(np.float32)
 
     def update(self, rows: Rows, priorities: npt.NDArray[np.float64]) -> None:
@@ -215,7 +211,7 @@ class PrioritizedDraws:
         self._set_new()
         if not len(rows):
             return
-        priorities = np.abs(priorities) + self._epsilon
+        priorities = np.abs(priorities) + self.epsilon
         self._max_priority = max(self._max_priority, float(priorities.max()))
         self.tree.set(rows, priorities**self.alpha)
 
@@ -234,6 +230,6 @@ class PrioritizedDraws:
     def _set_new(self) -> None:
         if self._new:
             firsts, priorities = zip(*self._new, strict=True)
-            rows = np.array(firsts)[:, None] + np.arange(self._n_envs)
-            self.tree.set(rows.reshape(-1), np.repeat(priorities, self._n_envs))
+            rows = np.array(firsts)[:, None] + np.arange(self.n_envs)
+            self.tree.set(rows.reshape(-1), np.repeat(priorities, self.n_envs))
             self._new.clear()

@@ -11,49 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.devices import DeviceLike
 from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import single_batches
-from pinfeed.pipeline.sources.source import ArrayPart, BatchThunk, HostBatch, Source
-from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
+from pinfeed.pipeline.sources.source import ArrayPart, BatchThunks, HostBatch, Source
+from pinfeed.stores.host_rows import CheckStop, FunctionPart, UnreadPart
 from pinfeed.stores.store import Array
 from pinfeed.stores.transition_ring import Draw, TransitionRing
 
 DrawNow = Callable[[], Draw]
 """Draws the transitions of a batch from those that are stored now."""
-
-
-@dataclass(frozen=True)
-class PartOfDraw:
-    """A part of drawn transitions: an ``UnreadPart`` that is read from the ring.
-
-    Args:
-        ring: The ring.
-        draw: The transitions.
-        shape: Shape of the part of the batch.
-        dtype: Dtype of the part.
-        gather: Copies the part of a draw into an array.
-    """
-
-    ring: TransitionRing
-    draw: Draw
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    gather: Callable[[Draw, Array], None]
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Gather the part, and release the transitions after the last part."""
-        try:
-            check_stop()
-            self.gather(self.draw, out)
-        except BaseException:
-            # The other parts are not read.
-            self.ring.release(self.draw)
-            raise
-        self.ring.release(self.draw, 1)
 
 
 @dataclass(frozen=True)
@@ -117,9 +86,7 @@ class ReplaySource(Source):
             for draw in mine:
                 self.ring.release(draw)
 
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches that ``draw_ahead`` has drawn, one per thunk."""
         n_made = start
         while self.length is None or n_made < self.length:
@@ -139,14 +106,27 @@ class ReplaySource(Source):
         n = len(draw.rows)
         parts: list[UnreadPart] = []
         for name, (shape, dtype) in ring.layout.parts.items():
-            gather = functools.partial(ring.gather, name)
-            parts.append(PartOfDraw(ring, draw, (n, *shape), dtype, gather))
+            read = functools.partial(self._read, draw, functools.partial(ring.gather, name))
+            parts.append(FunctionPart((n, *shape), dtype, read))
         if ring.layout.window > 1:
-            float32 = np.dtype(np.float32)
-            parts.append(PartOfDraw(ring, draw, (n,), float32, ring.discounts))
+            read = functools.partial(self._read, draw, ring.discounts)
+            parts.append(FunctionPart((n,), np.dtype(np.float32), read))
         if draw.weights is not None and draw.numbers is not None:
             parts += [ArrayPart(draw.weights), ArrayPart(draw.numbers)]
         return HostBatch(parts, functools.partial(_named, self.names), [(n, 0)])
+
+    def _read(
+        self, draw: Draw, gather: Callable[[Draw, Array], None], out: Array, check_stop: CheckStop
+    ) -> None:
+        """Gather a part of drawn transitions, and release them after the last part."""
+        try:
+            check_stop()
+            gather(draw, out)
+        except BaseException:
+            # The other parts are not read.
+            self.ring.release(draw)
+            raise
+        self.ring.release(draw, 1)
 
 
 def _named(names: list[str], tensors: Iterator[Any]) -> dict[str, Any]:
@@ -167,7 +147,6 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
     Args:
         source: Source of the batches.
         batch_size: Transitions per batch.
-        device: Target device, as the user named it.
         options: Options of the loop.
         nbytes: Bytes of the buffer.
         in_files: Whether the transitions are in files.
@@ -177,7 +156,6 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         self,
         source: ReplaySource,
         batch_size: int,
-        device: DeviceLike,
         options: LoopOptions,
         *,
         nbytes: int,
@@ -190,7 +168,7 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         sizes += [4] * (source.ring.layout.window > 1) + [4, 8] * source.has_weights
         # Each batch is drawn ``depth`` requests ahead, so that batches share no slot.
         schedule = single_batches(batch_size * sum(sizes), source.depth)
-        device = self._open_device(device, n_spare=len(sizes) * (schedule.n_slots + 1))
+        device = self._open_device(options.device, n_spare=len(sizes) * (schedule.n_slots + 1))
         capacity = [batch_size * size for size in sizes]
         parts = [PartSize(size, size, is_staged=not device.unified) for size in capacity]
         items = loop_allocations(parts, batch_size, schedule, unified=device.unified)

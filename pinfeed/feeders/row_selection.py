@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, BudgetError, RowIndexError
+from pinfeed.errors import ArgumentError, BudgetError, RowIndexError, logger
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
-from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.order_batches import EqualBatches, OrderBatches, RankBatches
+from pinfeed.rows.order_batches import EqualBatches, OrderBatches, RankBatches, RowBatches
 from pinfeed.rows.orders import Order, known, sequential, shuffled
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.shared_batches import SharedBatches, batches_of_rank, note_workers, shared_batches
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
-
-logger = logging.getLogger("pinfeed")
 
 
 class RowSelection:

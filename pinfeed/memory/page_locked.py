@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import resource
@@ -13,11 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pinfeed.errors import DeviceError, described
+from pinfeed.errors import DeviceError, described, logger
 from pinfeed.memory.pages import PAGE, Bytes, Lease, advise_huge_pages, map_memory
 from pinfeed.threads.pool import ThreadPool
-
-logger = logging.getLogger("pinfeed")
 
 # cudaHostRegisterPortable and Mapped: the memory is page-locked for every GPU, not only for the
 # current one, and GPU kernels can access it.

@@ -12,12 +12,12 @@ from pinfeed.devices.layout import aligned
 from pinfeed.memory.limits import n_batches, n_held
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation, Place
-from pinfeed.memory.proc_maps import mapping_at
 from pinfeed.pipeline.forwarding import SPARE_ROW_NBYTES
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.order_batches import ORDER_BYTES
 from pinfeed.rows.orders import known
+from pinfeed.stores.paths import mapping_at
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import row_nbytes
 

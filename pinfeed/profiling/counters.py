@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable
 
+from pinfeed.errors import logger
 from pinfeed.memory.host import ProcessMemory
 from pinfeed.profiling.spans import CacheCounts
 from pinfeed.profiling.stats import FeederStats
@@ -21,8 +21,6 @@ STRETCH_S = 5.0
 """Minimum time within loops, in seconds, that is evaluated."""
 STRETCH_BATCHES = 20
 """Minimum number of batches that is evaluated."""
-
-logger = logging.getLogger("pinfeed")
 
 
 class Counters:

@@ -16,7 +16,7 @@ from pinfeed.readahead.source_reads import Reads, buffer_allocation
 from pinfeed.readahead.strategy import Choice, OpenBatch, ReadStrategy
 from pinfeed.rows.orders import Rows, Sequential
 from pinfeed.rows.runs import Runs
-from pinfeed.rows.windows import EvenWindows, Window, Windows
+from pinfeed.rows.windows import Window, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore, ShardedStore
@@ -173,16 +173,20 @@ class BufferedReadahead(ReadStrategy):
         self._pool.close()
 
 
-def windows_in_sequence(n_rows: int, window_rows: int) -> EvenWindows:
+def windows_in_sequence(n_rows: int, window_rows: int) -> Windows:
     """Return the windows of a sequential order, each in parts that are read at the same time."""
     step = -(-window_rows // _N_PARTS)
 
-    def runs(number: int) -> list[tuple[int, int]]:
-        stop = min(n_rows, (number + 1) * window_rows)
-        starts = range(number * window_rows, stop, step)
-        return [(start, min(stop, start + step)) for start in starts]
+    def needed(start: int, stop: int) -> Iterator[Window]:
+        for begin in range(start // window_rows * window_rows, min(stop, n_rows), window_rows):
+            end = min(n_rows, begin + window_rows)
+            runs = [(first, min(end, first + step)) for first in range(begin, end, step)]
+            yield Window(begin, end, runs)
 
-    return EvenWindows(n_rows, window_rows, step, runs)
+    is_single = window_rows >= n_rows
+    return Windows(
+        needed, lambda n: -(-n // window_rows) + 1, window_rows, step, is_single=is_single
+    )
 
 
 class _Buffer:

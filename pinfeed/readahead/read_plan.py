@@ -21,12 +21,12 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.buffers import BufferedReadahead, BufferedRows, PageCacheReadahead
 from pinfeed.readahead.resident_file import CopyInSecondEpoch, InMemoryCopy, MappedFile
 from pinfeed.readahead.source_reads import (
-    AxisItemWindows,
     FreeMemory,
-    RaggedWindows,
     Reads,
     reads_of_items,
     reads_of_rows,
+    windows_of_items,
+    windows_of_views,
 )
 from pinfeed.readahead.strategy import (
     AnyBatch,
@@ -258,7 +258,7 @@ class AxisWindowReads(ReadStrategy):
             assert self._first._open_items is not None
             yield self._of_items(self._first._open_items)
             return
-        of_items = None if windows is None else AxisItemWindows(windows, self._views)
+        of_items = None if windows is None else windows_of_views(windows, self._views)
         with self.item_strategy.open_epoch(of_items, start, stop) as open_items:
             self._open_items = open_items
             try:
@@ -330,7 +330,7 @@ class RaggedReads:
     ) -> Iterator[OpenRaggedBatch]:
         """Serve the positions [start, stop) of an epoch, like ``ReadStrategy.open_epoch``."""
         if windows is not None:
-            windows = RaggedWindows(windows, self.store)
+            windows = windows_of_items(windows, self.store)
         with contextlib.ExitStack() as stack:
             serving = [
                 stack.enter_context(part.open_epoch(windows, start, stop)) for part in self._parts

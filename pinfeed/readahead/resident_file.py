@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pinfeed.errors import logger
 from pinfeed.memory.pages import huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
@@ -35,8 +35,6 @@ from pinfeed.stores.host_rows import RunGather, StoreRows, memory_rows_of, run_g
 from pinfeed.stores.local_file import LocalFileStore, MappedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.pool import ThreadPool
-
-logger = logging.getLogger("pinfeed")
 
 # Large enough for sequential disk reads, and small enough that the end of a loop does not wait long
 # for the current chunk.

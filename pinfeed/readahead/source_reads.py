@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from pinfeed.memory.units import human
 from pinfeed.rows.orders import Order, Sequential, known
 from pinfeed.rows.ranks import PerRank
 from pinfeed.rows.row_lengths import most_in_blocks
-from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run
+from pinfeed.rows.windows import Interval, Windows, rows_of, usual_run
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
@@ -198,8 +198,10 @@ def reads_of_items(store: RaggedStore, part: Store, order: Any, n_batch_rows: in
         return None
     mean = store.row_lengths.mean * file.row_nbytes
     share = _share(order, store.n_rows, mean, store.n_items * file.row_nbytes)
-    found = known(order).windows(store.n_rows, 0)
-    of_items = None if found is None else RaggedWindows(found, store)
+    of_items = None
+    if (found := known(order).windows(store.n_rows, 0)) is not None:
+        most = most_ragged_items(found, store)
+        of_items = replace(windows_of_items(found, store), window_rows=most)
     return Reads(file, order, share, of_items, n_batch_rows, are_items=True)
 
 
@@ -223,104 +225,91 @@ def _windows(file: FileStore, order: Any, views: tuple[WindowStore, ...]) -> Win
     """
     found = known(order).windows(views[0].n_rows if views else file.n_rows, 0)
     if found is not None and views:
-        found = AxisItemWindows(found, views)
+        of_items = windows_of_views(found, views)
+        most = most_view_items(found, views)
+        found = replace(of_items, window_rows=most, block_rows=usual_run(of_items))
     if found is None or isinstance(file, ChunkedStore):
         return found
     return found if found.block_rows * file.nbytes >= _SEEK_BYTES * file.n_rows else None
 
 
-@dataclass(frozen=True)
-class RaggedWindows(WrappedWindows):
-    """Windows whose runs are items of ragged rows; windows without items are left out."""
+def windows_of_items(windows: Windows, store: RaggedStore) -> Windows:
+    """Return windows of the items of ragged rows; windows without items are left out."""
+    offsets = store.offsets
 
-    store: RaggedStore
+    def runs_of_items(runs: Sequence[Interval]) -> list[Interval]:
+        found = [(offsets.item(a), offsets.item(b)) for a, b in runs]
+        return [(a, b) for a, b in found if a < b]
 
-    @functools.cached_property
-    def window_rows(self) -> int:
-        """Most items of a window: those of its longest rows or blocks, if it had them all."""
-        most = self.store.row_lengths.most_elements(self.windows.window_rows)
-        if self.windows.n_blocks:
-            blocks = self.windows.n_blocks, self.windows.block_rows
-            most = min(most, most_in_blocks(self.store.offsets, *blocks))
-        return most
-
-    def needed(self, start: int, stop: int) -> Iterator[Window]:
-        offsets = self.store.offsets
-        for window in self.windows.needed(start, stop):
-            found = [(offsets.item(a), offsets.item(b)) for a, b in window.runs]
-            runs = [(a, b) for a, b in found if a < b]
-            if runs:
-                yield window._replace(runs=runs)
+    return windows.with_runs(runs_of_items)
 
 
-@dataclass(frozen=True)
-class AxisItemWindows(WrappedWindows):
-    """Windows of rows of an order as windows of the items of these rows."""
+def most_ragged_items(windows: Windows, store: RaggedStore) -> int:
+    """Return the most items of a window: those of its longest rows or blocks."""
+    most = store.row_lengths.most_elements(windows.window_rows)
+    if windows.n_blocks:
+        most = min(most, most_in_blocks(store.offsets, windows.n_blocks, windows.block_rows))
+    return most
 
-    n_blocks = 0
 
-    stores: tuple[WindowStore, ...]
-    """Stores of the same items, whose rows are read together."""
+def windows_of_views(windows: Windows, views: tuple[WindowStore, ...]) -> Windows:
+    """Return windows of the items of stores, given those of their rows, which are read together."""
+    return windows.with_runs(lambda runs: _item_runs(views, runs))
 
-    @functools.cached_property
-    def window_rows(self) -> int:
-        first = self.stores[0]
-        most = sum(self._most_items(store, store.extent) for store in self.stores)
-        if all(store.has_steps_of(first) for store in self.stores):
-            # Rows are at the same distance from each other in all stores.
-            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
-            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
-            most = min(most, self._most_items(first, max(ends) - min(begins)))
-        n_rows = self.windows.window_rows
-        for window in itertools.islice(self.windows.needed(0, 1), 1):
-            # Short runs of a selection may be so close together that their windows overlap. The
-            # first window stands for all, and others may have half as many overlaps. The items that
-            # memory cannot hold are read with their batches.
-            n_items = _n_rows(self._item_runs(window.runs))
-            most = min(most, 2 * n_items * n_rows // _n_rows(window.runs))
-        return min(first.items.n_rows, most)
 
-    @property
-    def block_rows(self) -> int:
-        return usual_run(self)
+def most_view_items(windows: Windows, views: tuple[WindowStore, ...]) -> int:
+    """Return the most items of a window of rows that stores of the same items have."""
+    first = views[0]
+    most = sum(_most_items(windows, view, view.extent) for view in views)
+    if all(view.has_steps_of(first) for view in views):
+        # Rows are at the same distance from each other in all stores.
+        begins = [view.first_items(np.zeros(1, np.int64)).item(0) for view in views]
+        ends = [begin + one.extent for begin, one in zip(begins, views, strict=True)]
+        most = min(most, _most_items(windows, first, max(ends) - min(begins)))
+    for window in itertools.islice(windows.needed(0, 1), 1):
+        # Short runs of a selection may be so close together that their windows overlap. The
+        # first window stands for all, and others may have half as many overlaps. The items that
+        # memory cannot hold are read with their batches.
+        n_items = _n_rows(_item_runs(views, window.runs))
+        most = min(most, 2 * n_items * windows.window_rows // _n_rows(window.runs))
+    return min(first.items.n_rows, most)
 
-    def needed(self, start: int, stop: int) -> Iterator[Window]:
-        for window in self.windows.needed(start, stop):
-            yield window._replace(runs=self._item_runs(window.runs))
 
-    def _item_runs(self, runs: Sequence[Interval]) -> list[Interval]:
-        """Return the items of rows as runs [start, stop), in ascending order."""
-        rows = np.concatenate([np.arange(*run) for run in runs])
-        starts = np.concatenate([store.first_items(rows) for store in self.stores])
-        stops = starts + np.repeat([store.extent for store in self.stores], len(rows))
-        order = np.argsort(starts)
-        starts = starts[order]
-        stops = np.maximum.accumulate(stops[order])
-        is_first = np.concatenate(([True], starts[1:] > stops[:-1]))
-        begins = np.flatnonzero(is_first)
-        ends = np.append(begins[1:], len(starts)) - 1
-        return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
+def _item_runs(views: Sequence[WindowStore], runs: Sequence[Interval]) -> list[Interval]:
+    """Return the items of rows as runs [start, stop), in ascending order."""
+    rows = rows_of(runs)
+    starts = np.concatenate([view.first_items(rows) for view in views])
+    stops = starts + np.repeat([view.extent for view in views], len(rows))
+    order = np.argsort(starts)
+    starts = starts[order]
+    stops = np.maximum.accumulate(stops[order])
+    is_first = np.concatenate(([True], starts[1:] > stops[:-1]))
+    begins = np.flatnonzero(is_first)
+    ends = np.append(begins[1:], len(starts)) - 1
+    return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
 
-    def _most_items(self, store: WindowStore, extent: int) -> int:
-        """Return the most items of a window, if no run of rows is shorter than usual.
 
-        Args:
-            store: Store of the rows.
-            extent: Items from the first one of a row to the last one, both included.
-        """
-        n_rows = self.windows.window_rows
-        has_windows = store.counts.all(axis=1)
-        sizes = [math.prod(store.shapes[i]) for i in np.flatnonzero(has_windows).tolist()]
-        most = min(n_rows * extent, max(sizes) * len(sizes))
-        if len(store.axes) == 1:
-            # Consecutive rows overlap, up to the end of the axis, or of a run. A run may begin and
-            # end within the axis, and so has one piece more than whole axes.
-            (axis,) = store.axes.values()
-            n_along = int(store.counts[has_windows, -1].min())
-            n_runs = n_rows // max(1, self.windows.block_rows) + 2
-            n_pieces = 2 * n_runs + n_rows // n_along
-            most = min(most, n_rows * axis.step + n_pieces * extent)
-        return most
+def _most_items(windows: Windows, store: WindowStore, extent: int) -> int:
+    """Return the most items of a window, if no run of rows is shorter than usual.
+
+    Args:
+        windows: Windows of the rows.
+        store: Store of the rows.
+        extent: Items from the first one of a row to the last one, both included.
+    """
+    n_rows = windows.window_rows
+    has_windows = store.counts.all(axis=1)
+    sizes = [math.prod(store.shapes[i]) for i in np.flatnonzero(has_windows).tolist()]
+    most = min(n_rows * extent, max(sizes) * len(sizes))
+    if len(store.axes) == 1:
+        # Consecutive rows overlap, up to the end of the axis, or of a run. A run may begin and
+        # end within the axis, and so has one piece more than whole axes.
+        (axis,) = store.axes.values()
+        n_along = int(store.counts[has_windows, -1].min())
+        n_runs = n_rows // max(1, windows.block_rows) + 2
+        n_pieces = 2 * n_runs + n_rows // n_along
+        most = min(most, n_rows * axis.step + n_pieces * extent)
+    return most
 
 
 def _n_rows(runs: Sequence[Interval]) -> int:

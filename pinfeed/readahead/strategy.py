@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -247,6 +248,7 @@ class ChunkReads(ReadStrategy):
         return number if n_rows < bounds[number + 1] - bounds[number] else None
 
 
+@dataclass(eq=False)
 class ChunkRows:
     """Rows of a store in chunks that a batch needs, or windows of these rows.
 
@@ -257,44 +259,39 @@ class ChunkRows:
         view: The windows; None if the rows are those of the store.
     """
 
-    def __init__(
-        self,
-        store: ChunkedStore,
-        rows: Rows,
-        decode_ahead: Callable[[Runs], object] | None = None,
-        view: WindowStore | None = None,
-    ) -> None:
-        self._store = store
-        self._rows = rows
-        self._decode_ahead = decode_ahead
-        self._view = view
-        self.shape = (len(rows), *(view or store).row_shape)
-        self.dtype = store.dtype
+    store: ChunkedStore
+    rows: Rows
+    decode_ahead: Callable[[Runs], object] | None = None
+    view: WindowStore | None = None
+
+    def __post_init__(self) -> None:
+        self.shape = (len(self.rows), *(self.view or self.store).row_shape)
+        self.dtype = self.store.dtype
 
     def cut(self, begin: int, end: int) -> ChunkRows:
         """Return rows [begin, end) of these."""
-        return ChunkRows(self._store, self._rows[begin:end], self._decode_ahead, self._view)
+        return replace(self, rows=self.rows[begin:end])
 
     def windows(self, view: WindowStore) -> Callable[[Rows], ChunkRows]:
         """Return a function that makes the windows of a batch, given their indices."""
-        return functools.partial(ChunkRows, self._store, decode_ahead=self._decode_ahead, view=view)
+        return lambda rows: replace(self, rows=rows, view=view)
 
     def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the rows into ``out``; no chunk is divided between steps."""
-        if self._view is None:
-            runs = runs_of(self._rows)
+        if self.view is None:
+            runs = runs_of(self.rows)
         else:
-            runs = self._view.item_runs(self._rows)
-            out = self._view.as_items(out)
-        if len(self._rows) and self._decode_ahead is not None:
-            self._decode_ahead(runs)
+            runs = self.view.item_runs(self.rows)
+            out = self.view.as_items(out)
+        if len(self.rows) and self.decode_ahead is not None:
+            self.decode_ahead(runs)
         for step in self._steps(runs):
             check_stop()
-            self._store.gather_runs(step, out)
+            self.store.gather_runs(step, out)
 
     def _steps(self, runs: Runs) -> Iterator[Runs]:
         """Divide runs into steps with a limited size of their chunks."""
-        store = self._store
+        store = self.store
         begins = store.bounds[: -1 : max(1, _STEP_BYTES // max(1, store.chunk_nbytes))]
         if len(begins) == 1:
             yield runs

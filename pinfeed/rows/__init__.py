@@ -25,7 +25,7 @@ the earlier ones, so an epoch needs no memory, and resumes anywhere. Orders can 
 # element_batches and packed cut the rows of an order into units of limited elements
 # (length_batches.py). The numbers of rows of their batches differ, so they are not orders.
 #
-# A feeder draws RowBatches (batches.py), which also save and resume positions:
+# A feeder draws RowBatches (order_batches.py), which also save and resume positions:
 #
 # - OrderBatches and RankBatches are those of an order, in one process or in one rank. A state has
 #   the rows that all ranks have read, so any number of ranks continues with the rest, with any size
@@ -34,12 +34,12 @@ the earlier ones, so an epoch needs no memory, and resumes anywhere. Orders can 
 # - SamplerBatches are those of a sampler, an array or a list. A state has a checksum of the rows.
 
 from pinfeed.rows.blocks import block_shuffled, chunk_shuffled
-from pinfeed.rows.bucketed import bucketed
 from pinfeed.rows.mixtures import mixed
 from pinfeed.rows.orders import Order, drawn, sequential, shuffled
 from pinfeed.rows.packed import packed
 from pinfeed.rows.ragged_batches import element_batches
 from pinfeed.rows.ranks import per_rank
+from pinfeed.rows.row_lengths import bucketed
 from pinfeed.rows.subsets import split, where
 
 __all__ = [

@@ -17,7 +17,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import At, KeptArray, KnownOrder, Order, Rows, by_window, check_n_rows
 from pinfeed.rows.permutation import keys_of, permutation
-from pinfeed.rows.windows import Interval, Window
+from pinfeed.rows.windows import Interval, Window, Windows
 from pinfeed.validation.arguments import check_seed, whole_number
 
 
@@ -95,7 +95,7 @@ def chunk_shuffled(store: Any, seed: int = 0, *, window_chunks: int = 16) -> Ord
 class EpochBlocks(ABC):
     """The blocks of an epoch, in their order, and the windows of several blocks that are mixed.
 
-    It is also the ``Windows`` that are read ahead. A place is a position before rows are mixed.
+    A place is a position before rows are mixed.
 
     Attributes:
         salt: Text that the shuffles of the epoch are a function of.
@@ -110,11 +110,6 @@ class EpochBlocks(ABC):
     window_rows: int
     block_rows: int
     n_blocks = 0
-    n_ahead = 1
-
-    @property
-    def is_single(self) -> bool:
-        return self.n_windows == 1
 
     @abstractmethod
     def most(self, n: int) -> int:
@@ -151,11 +146,16 @@ class BlockOrder(KnownOrder):
     in_blocks = True
 
     @abstractmethod
-    def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
+    def blocks(self, n_rows: int, epoch: int) -> EpochBlocks:
         """Return the blocks of an epoch."""
 
+    def windows(self, n_rows: int, epoch: int) -> Windows:
+        made = self.blocks(n_rows, epoch)
+        sizes = made.window_rows, made.block_rows, made.n_blocks
+        return Windows(made.needed, made.most, *sizes, is_single=made.n_windows == 1)
+
     def bind(self, n_rows: int, epoch: int) -> At:
-        blocks = self.windows(n_rows, epoch)
+        blocks = self.blocks(n_rows, epoch)
 
         def window(number: int) -> tuple[int, At]:
             begin, end = blocks.interval(number)
@@ -176,7 +176,7 @@ class BlockShuffled(BlockOrder):
 
     is_repeatable = True
 
-    def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
+    def blocks(self, n_rows: int, epoch: int) -> EpochBlocks:
         return _EvenBlocks(self, n_rows, f"{self.seed}/{epoch}/blocks")
 
 
@@ -242,7 +242,7 @@ class ChunkShuffled(BlockOrder):
         check_n_rows(n_rows, self.bounds.values.item(-1), text, "the source of the feeder")
         return n_rows
 
-    def windows(self, n_rows: int, epoch: int) -> EpochBlocks:
+    def blocks(self, n_rows: int, epoch: int) -> EpochBlocks:
         self.length(n_rows)
         return _Chunks(self.bounds.values, self.window_chunks, f"{self.seed}/{epoch}/chunks")
 

@@ -20,7 +20,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Arrays, KeptArray, KnownOrder, Order, Rows, Sequential, check_order
 from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.runs import Places
-from pinfeed.rows.windows import WidenedWindows, Windows
+from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import check_flag, check_seed, whole_number
 
 Unit = TypeVar("Unit")
@@ -269,7 +269,7 @@ class LengthBatches(ABC, Generic[Unit]):
         stop = self.order.length(n_rows)
         if self.window is not None:
             # Rows leave their places, but not their window.
-            found = WidenedWindows(found, self.window, stop)
+            found = found.widened(self.window, stop)
         position = self.position_of(mark)
         for _, end in itertools.islice(self.placed_units(epoch, mark), start - mark.unit):
             position = end

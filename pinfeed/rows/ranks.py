@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import At, DerivedOrder, KnownOrder, Order, Rows, check_order
-from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows
+from pinfeed.rows.windows import Interval, Window, Windows
 from pinfeed.validation.arguments import check_flag, check_rank
 
 Index = TypeVar("Index", int, Rows)
@@ -179,7 +179,7 @@ class PerRank(DerivedOrder):
 
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
         found = self.order.windows(n_rows, epoch)
-        return None if found is None else SharedWindows(found, self.pieces(n_rows))
+        return None if found is None else shared_windows(found, self.pieces(n_rows))
 
     @property
     def is_repeatable(self) -> bool:
@@ -309,22 +309,18 @@ def positions_of(pieces: Sequence[StridedSlice], i: Rows) -> Rows:
     return found
 
 
-@dataclass(frozen=True)
-class SharedWindows(WrappedWindows):
-    """The windows of one rank's share of an order."""
+def shared_windows(windows: Windows, shares: tuple[StridedSlice, ...]) -> Windows:
+    """Return the windows of one rank's share of an order, given the rank's positions of it."""
 
-    pieces: tuple[StridedSlice, ...]
-    """The rank's positions of the order."""
-
-    def most(self, n: int) -> int:
+    def most(n: int) -> int:
         spans = [
-            n if piece.n <= piece.chunk else (n // piece.chunk + 1) * piece.step + piece.chunk
-            for piece in self.pieces
+            n if one.n <= one.chunk else (n // one.chunk + 1) * one.step + one.chunk
+            for one in shares
         ]
-        return self.windows.most(max(spans, default=n))
+        return windows.most(max(spans, default=n))
 
-    def needed(self, start: int, stop: int) -> Iterator[Window]:
-        for first, pieces in self._ascending():
+    def needed(start: int, stop: int) -> Iterator[Window]:
+        for first, pieces in _ascending(shares):
             begin = first
             # Windows that later pieces may need, too. An epoch may have many others, which are not
             # kept.
@@ -337,7 +333,7 @@ class SharedWindows(WrappedWindows):
                 if i >= end:
                     continue
                 stop_of_piece = piece.at(end - 1) + 1
-                for window in self.windows.needed(piece.at(i), stop_of_piece):
+                for window in windows.needed(piece.at(i), stop_of_piece):
                     low = first + sum(one.below(window.begin) for one in pieces)
                     low = max(least, low)
                     high = first + sum(one.below(window.end) for one in pieces)
@@ -348,23 +344,26 @@ class SharedWindows(WrappedWindows):
                             seen.add(key)
                         yield Window(low, high, window.runs)
 
-    def _ascending(self) -> list[tuple[int, list[StridedSlice]]]:
-        """Return groups of ascending pieces, each with its first position in the share.
+    return replace(windows, needed=needed, most=most)
 
-        Padding begins again with the first positions of the order.
-        """
-        groups: list[tuple[int, list[StridedSlice]]] = []
-        first = 0
-        last = -1
-        for piece in self.pieces:
-            if not piece.n:
-                continue
-            if piece.begin <= last or not groups:
-                groups.append((first, []))
-            groups[-1][1].append(piece)
-            last = piece.at(piece.n - 1)
-            first += piece.n
-        return groups
+
+def _ascending(shares: Sequence[StridedSlice]) -> list[tuple[int, list[StridedSlice]]]:
+    """Return groups of ascending pieces, each with its first position in the share.
+
+    Padding begins again with the first positions of the order.
+    """
+    groups: list[tuple[int, list[StridedSlice]]] = []
+    first = 0
+    last = -1
+    for piece in shares:
+        if not piece.n:
+            continue
+        if piece.begin <= last or not groups:
+            groups.append((first, []))
+        groups[-1][1].append(piece)
+        last = piece.at(piece.n - 1)
+        first += piece.n
+    return groups
 
 
 def check_inner(order: Any, name: str = "order") -> KnownOrder:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.order_batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 

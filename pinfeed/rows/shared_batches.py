@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,17 +16,14 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, cast, get_args
 
-from pinfeed.errors import ArgumentError
-from pinfeed.rows.batches import RowBatches, RowIndices
+from pinfeed.errors import ArgumentError, logger
 from pinfeed.rows.length_batches import START, LengthBatches, Mark
-from pinfeed.rows.order_batches import RankBatches
+from pinfeed.rows.order_batches import RankBatches, RowBatches, RowIndices
 from pinfeed.rows.orders import Order, UserOrder, known
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.ranks import PerRank, RankPartition, Ranks, Uneven, world
 from pinfeed.rows.sampler_batches import SamplerEpochs
 from pinfeed.rows.windows import Windows
-
-logger = logging.getLogger("pinfeed")
 
 # A state that needs an older mark has none, and so plans the epoch from its beginning.
 _MOST_MARKS = 1 << 14

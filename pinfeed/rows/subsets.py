@@ -5,10 +5,9 @@ A ``Subset`` numbers the selected rows from 0 on, and takes these numbers in any
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, TypeVar, overload
 
@@ -20,7 +19,7 @@ from pinfeed.rows.indices import check_rows, sort_rows
 from pinfeed.rows.orders import At, DerivedOrder, KeptArray, KnownOrder, Order, Rows, check_n_rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.ranks import check_inner
-from pinfeed.rows.windows import Interval, Window, Windows, WrappedWindows, usual_run
+from pinfeed.rows.windows import Interval, Windows, rows_of, usual_run
 from pinfeed.validation.arguments import check_seed, real_number, whole_number
 
 Name = TypeVar("Name")
@@ -165,7 +164,11 @@ class Subset(DerivedOrder):
 
     def windows(self, n_rows: int, epoch: int) -> Windows | None:
         found = self.order.windows(self.rows.length(n_rows), epoch)
-        return None if found is None else SelectedWindows(found, self.rows.bind(n_rows, epoch))
+        if found is None:
+            return None
+        select = self.rows.bind(n_rows, epoch)
+        made = found.with_runs(lambda runs: _runs_of(np.sort(select(rows_of(runs)))))
+        return replace(made, block_rows=usual_run(made))
 
 
 @dataclass(frozen=True)
@@ -346,25 +349,6 @@ class SplitPart(KnownOrder):
 
 def _exact(size: int | float) -> int | Fraction:
     return size if isinstance(size, int) else Fraction(repr(size))
-
-
-@dataclass(frozen=True)
-class SelectedWindows(WrappedWindows):
-    """Windows of a part of the rows, made of windows of the numbers of its rows."""
-
-    n_blocks = 0
-
-    select: At
-    """Returns the row indices of rows of the part."""
-
-    @functools.cached_property
-    def block_rows(self) -> int:
-        return usual_run(self)
-
-    def needed(self, start: int, stop: int) -> Iterator[Window]:
-        for begin, end, runs in self.windows.needed(start, stop):
-            numbers = np.concatenate([np.arange(*run) for run in runs])
-            yield Window(begin, end, _runs_of(np.sort(self.select(numbers))))
 
 
 def _runs_of(rows: Rows) -> list[Interval]:

@@ -1,8 +1,8 @@
-"""ArrayStore: rows of an array in memory."""
+"""ArrayStore: rows of an array in memory; ConcatStore: rows of such stores, and of others."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,13 @@ from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
+from pinfeed.stores.host_rows import Gather, put_rows, run_gather, runs_of
 from pinfeed.stores.store import (
     SMALL_GATHER_BYTES,
     Array,
     ClosedOnExit,
+    ReadOnly,
+    Store,
     checked_gather,
     checked_scatter,
     in_words,
@@ -29,9 +32,6 @@ _SHORT_RUN = 192
 _SHORT_RUN_WITH_GAPS = 64
 # Up to this number of runs, slices take less time than to compute row indices.
 _SLICED_RUNS = 16
-# From this number of rows on, numpy assigns them faster if each is one item, which takes some us
-# to prepare.
-_MANY_ROWS = 192
 # Rows that are copied by row index at once, so that the indices stay in the CPU cache.
 _PIECE_ROWS = 1 << 15
 COPIED_BYTES = 1 << 20
@@ -198,8 +198,68 @@ class ArrayStore(ClosedOnExit):
     def flush(self) -> None:
         """Do nothing, because memory needs no flush."""
 
-    def close(self) -> None:
-        """Do nothing, because the array belongs to the caller."""
+
+class ConcatStore(ReadOnly):
+    """Rows of several stores, one after the other; read-only.
+
+    Args:
+        parts: Stores with rows of one shape and dtype, at least one.
+        owned: The parts that this store closes.
+    """
+
+    def __init__(self, parts: Sequence[Store], owned: Sequence[Store] = ()) -> None:
+        self.parts = tuple(parts)
+        self._owned = tuple(owned)
+        self._ends = np.cumsum([part.n_rows for part in parts])
+        self.n_rows: int = self._ends.item(-1)
+        self.row_shape = parts[0].row_shape
+        self.dtype = parts[0].dtype
+        self._gathers = [run_gather(part) for part in parts]
+        # Pinned memory does not exist in forked processes, so its address is not kept.
+        arrays = [part.array for part in parts if type(part) is ArrayStore]
+        is_memory = len(arrays) == len(parts)
+        self._memory_rows = MemoryRows.of_arrays(arrays) if is_memory else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # No caller has the parts that are unpickled.
+        return type(self), (self.parts, self.parts)
+
+    def __repr__(self) -> str:
+        return f"<ConcatStore: {in_words(self)}, of {len(self.parts)} stores>"
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(part.resident_bytes for part in self.parts)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, like ``Store.gather``."""
+        rows = checked_gather(self, rows, out)
+        arrays = [part.array for part in self.parts if isinstance(part, ArrayStore)]
+        if any(np.may_share_memory(out, array) for array in arrays):
+            # The rows are read before the first one is overwritten.
+            copy = np.empty_like(out)
+            self.gather_unchecked(rows, copy)
+            out[...] = copy
+        else:
+            self.gather_unchecked(rows, out)
+
+    @property
+    def gather_unchecked(self) -> Gather:
+        """Function that copies rows into an array. The caller has checked all arguments."""
+        return self._gather if self._memory_rows is None else self._memory_rows.gather
+
+    @property
+    def memory_rows(self) -> MemoryRows | None:
+        """The rows where they are, if all are in arrays and compiled functions can copy them."""
+        return self._memory_rows
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
+        for number, part in runs.by_part(self._ends):
+            self._gathers[number](part, out)
+
+    def _gather(self, rows: Rows, out: Array) -> None:
+        self.gather_runs(runs_of(rows), out)
 
 
 SHARED = (
@@ -227,23 +287,6 @@ def shares_itself(array: Array) -> bool:
             return True
         span += (n - 1) * stride
     return False
-
-
-def put_rows(target: Array, rows: Rows, values: Array) -> None:
-    """Assign ``target[rows] = values``, for row indices that are in range."""
-    if (
-        len(rows) >= _MANY_ROWS
-        and (nbytes := target.dtype.itemsize * math.prod(target.shape[1:]))
-        and target.flags.c_contiguous
-        and values.flags.c_contiguous
-        and values.dtype == target.dtype
-    ):
-        # If each row is one item, numpy copies a row at once, in about half the time. mode="clip"
-        # only avoids a check, because the rows are in range.
-        item = np.dtype((np.void, nbytes))
-        np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
-    else:
-        target[rows] = values
 
 
 def copy_runs(array: Array, runs: Runs, out: Array) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -10,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import StoreError
-from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs, cut_run
-from pinfeed.stores.array import copy_runs
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import ArrayStore, ConcatStore
 from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.store import Array, ReadOnly, checked_gather, in_words, run_of
+from pinfeed.stores.store import Array, ReadOnly, checked_gather, in_words
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
@@ -80,32 +78,24 @@ class ArrowStore(ReadOnly):
             )
         chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
         self._name = name
-        self.arrays: list[Array] = [rows_of_chunk(chunk, name) for chunk in chunks if len(chunk)]
-        """The rows of the chunks, on Arrow's memory unless they are booleans."""
-        if not self.arrays:
+        parts = [ArrayStore(rows_of_chunk(chunk, name)) for chunk in chunks if len(chunk)]
+        if not parts:
             raise StoreError(f"{name}: the column has no rows; expected at least one")
-        self.dtype = self.arrays[0].dtype
-        self.row_shape = self.arrays[0].shape[1:]
-        for chunk in self.arrays:
-            if chunk.shape[1:] != self.row_shape:
-                raise ragged_error(name, self.row_shape, chunk.shape[1:])
-        self._ends = np.cumsum([chunk.shape[0] for chunk in self.arrays])
+        self.dtype = parts[0].dtype
+        self.row_shape = parts[0].row_shape
+        for part in parts:
+            if part.row_shape != self.row_shape:
+                raise ragged_error(name, self.row_shape, part.row_shape)
+        self.arrays: list[Array] = [part.array for part in parts]
+        """The rows of the chunks, on Arrow's memory unless they are booleans."""
+        self._stored = parts[0] if len(parts) == 1 else ConcatStore(parts)
         self._indices = (
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
-        self._n_stored = int(self._ends[-1])
-        self.n_rows: int = self._n_stored if self._indices is None else self._indices.n_rows
+        self.n_rows: int = (self._indices or self._stored).n_rows
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Addresses belong to one process.
-        return {name: value for name, value in vars(self).items() if name != "_memory_rows"}
-
-    @functools.cached_property
-    def _memory_rows(self) -> MemoryRows | None:
-        return MemoryRows.of_arrays(self.arrays)
 
     @property
     def array(self) -> Array | None:
@@ -114,7 +104,7 @@ class ArrowStore(ReadOnly):
 
     @property
     def resident_bytes(self) -> int:
-        return self._n_stored * math.prod(self.row_shape) if self.dtype == np.bool_ else 0
+        return self._stored.n_rows * math.prod(self.row_shape) if self.dtype == np.bool_ else 0
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""
@@ -122,38 +112,15 @@ class ArrowStore(ReadOnly):
         if self._indices is not None:
             numbers = np.empty(len(rows), self._indices.dtype)
             self._indices.gather(rows, numbers)
-            rows = check_rows(numbers, self._n_stored, f"{self._name}: its indices")
-        run = run_of(rows)
-        if run is not None:
-            self._copy_run(run, out)
-        elif len(self.arrays) == 1:
-            # Rows are in range. With mode="raise", numpy would gather into a temporary buffer
-            # first.
-            self.arrays[0].take(rows, 0, out, "clip")
-        elif self._memory_rows is not None:
-            self._memory_rows.gather(rows, out)
-        else:
-            self._copy(Runs.of_rows(rows), out)
+            rows = check_rows(numbers, self._stored.n_rows, f"{self._name}: its indices")
+        self._stored.gather_unchecked(rows, out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
         if self._indices is not None:
             gather_rows(self, runs, out)
         else:
-            self._copy(runs, out)
-
-    def close(self) -> None:
-        """Do nothing, because the column belongs to the caller."""
-
-    def _copy(self, runs: Runs, out: Array) -> None:
-        for number, part in runs.merged().by_part(self._ends):
-            copy_runs(self.arrays[number], part, out)
-
-    def _copy_run(self, run: slice, out: Array) -> None:
-        done = 0
-        for number, first, n in cut_run(run.start, run.stop, self._ends):
-            out[done : done + n] = self.arrays[number][first : first + n]
-            done += n
+            self._stored.gather_runs(runs, out)
 
 
 def rows_of_chunk(array: Any, name: str) -> Array:

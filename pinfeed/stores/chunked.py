@@ -293,12 +293,6 @@ class ChunkedView(ChunkedStore):
         versions = [part.version for part in self.parts]
         return versions if any(versions) else 0
 
-    def close(self) -> None:
-        """Free the chunks, and close the parts that no caller closes."""
-        super().close()
-        for part in self._owned:
-            part.close()
-
 
 class KeptChunks:
     """The most recently used chunks, or pieces, decoded once even if several threads need them.

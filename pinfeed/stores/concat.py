@@ -10,19 +10,16 @@ from typing import Any, cast
 import numpy as np
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.mixtures import n_rows_of
-from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs, cut_run
-from pinfeed.stores.array import ArrayStore
+from pinfeed.rows.runs import cut_run
+from pinfeed.stores.array import ArrayStore, ConcatStore
 from pinfeed.stores.chunked import ChunkedStore, ChunkedView, ChunkLayout
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.host_rows import Gather, run_gather, runs_of
 from pinfeed.stores.libraries import and_more
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
-from pinfeed.stores.store import Array, ReadOnly, Store, checked_gather, in_words, is_store
+from pinfeed.stores.store import Array, Store, is_store
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.argument_types import Source
 
@@ -104,81 +101,6 @@ def source_ids(sources: Mapping[str, Source] | Sequence[Source]) -> Store:
     sizes = [n_rows_of(source, name) for name, source in _named(sources)]
     parts = [np.broadcast_to(np.int64(number), (n,)) for number, n in enumerate(sizes)]
     return ConcatStore([ArrayStore(part) for part in parts])
-
-
-class ConcatStore(ReadOnly):
-    """Rows of several stores, one after the other; read-only.
-
-    Args:
-        parts: Stores with rows of one shape and dtype, at least one.
-        owned: The parts that this store closes.
-    """
-
-    def __init__(self, parts: Sequence[Store], owned: Sequence[Store] = ()) -> None:
-        self.parts = tuple(parts)
-        self._owned = tuple(owned)
-        self._ends = np.cumsum([part.n_rows for part in parts])
-        self.n_rows: int = self._ends.item(-1)
-        self._gathers = [run_gather(part) for part in parts]
-        # Pinned memory does not exist in forked processes, so its address is not kept.
-        arrays = [part.array for part in parts if type(part) is ArrayStore]
-        is_memory = len(arrays) == len(parts)
-        self._memory_rows = MemoryRows.of_arrays(arrays) if is_memory else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # No caller has the parts that are unpickled.
-        return type(self), (self.parts, self.parts)
-
-    def __repr__(self) -> str:
-        return f"<ConcatStore: {in_words(self)}, of {len(self.parts)} stores>"
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return self.parts[0].row_shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.parts[0].dtype
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(part.resident_bytes for part in self.parts)
-
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``, like ``Store.gather``."""
-        rows = checked_gather(self, rows, out)
-        arrays = [part.array for part in self.parts if isinstance(part, ArrayStore)]
-        if any(np.may_share_memory(out, array) for array in arrays):
-            # The rows are read before the first one is overwritten.
-            copy = np.empty_like(out)
-            self.gather_unchecked(rows, copy)
-            out[...] = copy
-        else:
-            self.gather_unchecked(rows, out)
-
-    @property
-    def gather_unchecked(self) -> Gather:
-        """Function that copies rows into an array. The caller has checked all arguments."""
-        return self._gather if self._memory_rows is None else self._memory_rows.gather
-
-    @property
-    def memory_rows(self) -> MemoryRows | None:
-        """The rows where they are, if all are in arrays and compiled functions can copy them."""
-        return self._memory_rows
-
-    def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
-        for number, part in runs.by_part(self._ends):
-            self._gathers[number](part, out)
-
-    def close(self) -> None:
-        """Close the stores that were opened from paths. Further calls do nothing."""
-        with contextlib.ExitStack() as stack:
-            for store in self._owned:
-                stack.callback(store.close)
-
-    def _gather(self, rows: Rows, out: Array) -> None:
-        self.gather_runs(runs_of(rows), out)
 
 
 def _named(sources: Any) -> list[tuple[str, Any]]:

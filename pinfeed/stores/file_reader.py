@@ -7,10 +7,9 @@ import os
 import weakref
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import FileMissing, ReadError
-from pinfeed.memory.proc_maps import FileKey
+from pinfeed.memory.pages import Bytes
 from pinfeed.native.library import Kind, request_each
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
@@ -18,10 +17,9 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.page_cache import FileMap, PageCache
+from pinfeed.stores.paths import FileKey
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
-
-Bytes = npt.NDArray[np.uint8]
 
 # Reads that wait for the disk at the same time. On a virtual disk and on NVMe, more were no faster
 # and fewer did not saturate the disk.

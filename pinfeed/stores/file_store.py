@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ClosedError, StoreError
-from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.host_rows import runs_of
 from pinfeed.stores.libraries import and_more
+from pinfeed.stores.paths import file_key, written_maps
 from pinfeed.stores.store import Array, ReadOnly, checked_gather
 from pinfeed.tensors.dtypes import check_dtype
 
@@ -154,6 +154,7 @@ class FileStore(ReadOnly):
     def close(self) -> None:
         """Close the files. Further calls do nothing."""
         self._closed = True
+        super().close()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -16,16 +16,15 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
-from pinfeed.memory.proc_maps import file_key
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.file_reader import FileReader
 from pinfeed.stores.file_store import FileStore, RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.page_cache import FileMap, is_safe_to_map, joined_rows
-from pinfeed.stores.paths import file_version
+from pinfeed.stores.paths import file_key, file_version
 from pinfeed.stores.store import Array, checked_scatter
-from pinfeed.validation.arguments import check_flag
+from pinfeed.validation.arguments import check_choice, check_flag
 
 # Most files that are open at the same time.
 _MAX_OPEN = 64
@@ -58,8 +57,7 @@ class LocalFileStore(ShardedStore):
     def __init__(
         self, layouts: Sequence[RowLayout], mode: str, keep_cache: bool | None, memory_map: bool
     ) -> None:
-        if mode not in ("r", "r+"):
-            raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
+        check_choice(mode, "mode", ("r", "r+"))
         if keep_cache is not None:
             check_flag(keep_cache, "keep_cache")
         check_flag(memory_map, "memory_map")

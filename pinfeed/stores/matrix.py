@@ -265,6 +265,7 @@ class MatrixStore(FileStore):
         for name, column in found.items():
             self._rule.require_none_missing(name, column.n_missing)
         self._columns = found
+        self._owned = [column.values for column in found.values() if column.is_opened]
         n_rows = max(
             column.values.n_rows if column.values else column.n_missing for column in found.values()
         )
@@ -292,13 +293,6 @@ class MatrixStore(FileStore):
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         gather_rows(self, runs, out)
-
-    def close(self) -> None:
-        """Close the columns that the store has opened. Further calls do nothing."""
-        super().close()
-        for column in self._columns.values():
-            if column.values is not None and column.is_opened:
-                column.values.close()
 
     def _gather_column(self, column: _Column, rows: Rows, run: slice | None, out: Array) -> None:
         if column.values is None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import MissingDependency, StoreError
-from pinfeed.memory.proc_maps import file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore, nulls_error
 from pinfeed.stores.file_store import RowLayout
@@ -19,7 +18,7 @@ from pinfeed.stores.formats import FORMATS, ArrayFormat
 from pinfeed.stores.layouts import read_header
 from pinfeed.stores.libraries import check_names, is_of
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.paths import file_key, has_protocol, mapping_at
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.store import Array, Store, is_store
 from pinfeed.stores.window_store import AxisWindow, WindowStore

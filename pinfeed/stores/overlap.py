@@ -9,11 +9,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from pinfeed.memory.proc_maps import FileKey, file_key, mapping_at
-from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.array import ArrayStore, ConcatStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.concat import ConcatStore
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.paths import FileKey, file_key, mapping_at
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import Array, Store
 

@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ReadError
-from pinfeed.memory.pages import PAGE, POPULATE_READ, advise_huge_pages
+from pinfeed.memory.pages import PAGE, POPULATE_READ, Bytes, advise_huge_pages
 from pinfeed.native.library import library, packing
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.file_store import RowLayout
 
-Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 
 # Bytes of a step: a step with a cached page counts as cached.

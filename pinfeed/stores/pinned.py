@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 from collections.abc import Iterator
@@ -12,7 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
+from pinfeed.errors import (
+    ArgumentError,
+    ClosedError,
+    DeviceError,
+    MissingDependency,
+    StoreError,
+    logger,
+)
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.memory.pages import Bytes, anonymous
 from pinfeed.native.memory_rows import MemoryRows
@@ -25,8 +31,6 @@ from pinfeed.tensors.argument_types import Source
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
 from pinfeed.validation.suggestions import install_line
-
-logger = logging.getLogger("pinfeed")
 
 _BY_SHAPE = (
     "create a store by shape and dtype with PinnedStore.zeros(shape, dtype) or "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Places, Runs
@@ -19,11 +19,10 @@ from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
 from pinfeed.stores.ragged_parts import ItemParts, check_offsets, read_offsets
 from pinfeed.stores.store import Array, ClosedOnExit, Store, row_nbytes
 from pinfeed.tensors.argument_types import Source
-from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.arguments import check_choice, explain_arguments
 
 Layout = Literal["offsets", "padded", "jagged", "packed"]
 
-_LAYOUTS = ("offsets", "padded", "jagged", "packed")
 
 _HINTS = {
     "data": "the items are the first positional argument",
@@ -128,10 +127,7 @@ class RaggedStore(ClosedOnExit):
         layout: Layout = "offsets",
         padding: complex | Mapping[Any, Any] = 0,
     ) -> None:
-        if layout not in _LAYOUTS:
-            raise ArgumentError(
-                f"layout={layout!r}: expected 'offsets', 'padded', 'jagged' or 'packed'"
-            )
+        check_choice(layout, "layout", get_args(Layout))
         self.layout: Layout = layout
         with contextlib.ExitStack() as stack:
             self.offsets = read_offsets(offsets)
@@ -139,6 +135,7 @@ class RaggedStore(ClosedOnExit):
             self.n_rows = len(self.offsets) - 1
             """Number of rows."""
             self.item_parts = stack.enter_context(ItemParts(values))
+            self._owned = [self.item_parts]
             self.parts = self.item_parts.stores
             """Stores of the items, one for each part."""
             self.paths_of_parts = self.item_parts.paths
@@ -148,6 +145,14 @@ class RaggedStore(ClosedOnExit):
             check_offsets(self.offsets, self.n_items)
             self.paddings = self.item_parts.paddings(padding)
             """Value of padded elements of each part."""
+            self.items = self.structure(self.parts)
+            """Store of the items; several parts have the structure in which they were given."""
+            self.item_shape = self.structure(part.row_shape for part in self.parts)
+            """Shape of one item, ``()`` if it is a number; several parts as for ``items``."""
+            self.dtype = self.structure(part.dtype for part in self.parts)
+            """Dtype of the items; several parts as for ``items``."""
+            self.padding = self.structure(self.paddings)
+            """Value of padded elements; several parts as for ``items``."""
             if layout == "jagged":
                 # Imported here, because torch need not be loaded for numpy arrays.
                 from pinfeed.tensors.numpy_torch import load_jagged
@@ -199,26 +204,6 @@ class RaggedStore(ClosedOnExit):
         return self.item_parts.structure(iter(values))
 
     @property
-    def items(self) -> Any:
-        """Store of the items; several parts have the structure in which they were given."""
-        return self.structure(self.parts)
-
-    @property
-    def item_shape(self) -> Any:
-        """Shape of one item, ``()`` if it is a number; several parts as for ``items``."""
-        return self.structure(part.row_shape for part in self.parts)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the items; several parts as for ``items``."""
-        return self.structure(part.dtype for part in self.parts)
-
-    @property
-    def padding(self) -> Any:
-        """Value of padded elements; several parts as for ``items``."""
-        return self.structure(self.paddings)
-
-    @property
     def form(self) -> str:
         """Words that are equal for stores whose rows ``concat`` may join."""
         return f"layout={self.layout!r} and padding={self.padding}"
@@ -246,7 +231,7 @@ class RaggedStore(ClosedOnExit):
 
     def own(self, stores: Iterable[Store]) -> None:
         """Close stores of the items together with this store."""
-        self.item_parts.owned += stores
+        self._owned = [*self._owned, *stores]
 
     def joined(self, parts: Sequence[Store], offsets: Rows) -> RaggedStore:
         """Return rows of other items in the form of these, which close the stores of the items."""
@@ -297,16 +282,10 @@ class RaggedStore(ClosedOnExit):
     ) -> list[RunRows]:
         """Return runs of the items of each part, with elements to pad if ``shape`` has two axes."""
         n_axes = len(shape)
+        paddings = self.paddings if n_axes == 2 else [None] * len(self.parts)
         return [
-            RunRows(
-                gather,
-                runs,
-                (*shape, *part.row_shape),
-                part.dtype,
-                n_axes=n_axes,
-                padding=padding if n_axes == 2 else None,
-            )
-            for gather, part, padding in zip(gathers, self.parts, self.paddings, strict=True)
+            RunRows(gather, runs, (*shape, *part.row_shape), part.dtype, n_axes, padding)
+            for gather, part, padding in zip(gathers, self.parts, paddings, strict=True)
         ]
 
     def read_parts(self, rows: Rows, layout: Layout | None = None) -> list[Array]:
@@ -354,10 +333,6 @@ class RaggedStore(ClosedOnExit):
         *items, offsets = tensors
         rows = [part.tensor_split(offsets[1:-1]) for part in items]
         return [self.structure(parts) for parts in zip(*rows, strict=True)]
-
-    def close(self) -> None:
-        """Close the files of the items that this store opened. Further calls do nothing."""
-        self.item_parts.close()
 
 
 def _arrow_parts(column: Any) -> tuple[Any, Rows]:

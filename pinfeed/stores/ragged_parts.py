@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from typing import Any, cast
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.errors import ArgumentError, StoreError, logger
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
@@ -17,8 +16,6 @@ from pinfeed.stores.host_rows import run_gather
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.store import ClosedOnExit, Store, is_store
 from pinfeed.tensors.pytree import flatten
-
-logger = logging.getLogger("pinfeed")
 
 
 def read_offsets(offsets: Any) -> Rows:
@@ -96,9 +93,9 @@ class ItemParts(ClosedOnExit):
                 "give np.concatenate(rows), and the offsets "
                 "np.concatenate(([0], np.cumsum([len(row) for row in rows])))"
             )
-        leaves, self.structure, self.owned = leaves_of(values, "values")
+        leaves, self.structure, owned = leaves_of(values, "values")
         with contextlib.ExitStack() as stack:
-            for store in self.owned:
+            for store in owned:
                 stack.callback(store.close)
             parts: list[Store] = []
             for path, leaf in leaves:
@@ -110,7 +107,7 @@ class ItemParts(ClosedOnExit):
                 if not is_store(leaf):
                     leaf = open_store(leaf, f"values{path}")
                     stack.callback(leaf.close)
-                    self.owned.append(leaf)
+                    owned.append(leaf)
                 parts.append(cast(Store, leaf))
             if not parts:
                 raise StoreError("values has no parts; expected at least one array of items")
@@ -125,6 +122,7 @@ class ItemParts(ClosedOnExit):
                     "RaggedStore each"
                 )
             stack.pop_all()
+        self._owned = owned
         self.stores = parts
         """Store of each part."""
         self.paths = [path for path, _ in leaves]
@@ -140,12 +138,6 @@ class ItemParts(ClosedOnExit):
         state = dict(state)
         _, self.structure = flatten(state.pop("names"))
         vars(self).update(state)
-
-    def close(self) -> None:
-        """Close the stores that this object owns. Further calls do nothing."""
-        with contextlib.ExitStack() as stack:
-            for store in self.owned:
-                stack.callback(store.close)
 
     def paddings(self, padding: Any) -> list[Any]:
         """Return the padding of each part.

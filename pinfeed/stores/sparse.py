@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,12 @@ from pinfeed.memory.pages import BufferPool, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Places
 from pinfeed.stores.formats import FORMATS, ArrayFormat, FileFormat, Part, register
-from pinfeed.stores.host_rows import CheckStop, RunGather, UnreadPart, never
+from pinfeed.stores.host_rows import CheckStop, FunctionPart, RunGather, UnreadPart
 from pinfeed.stores.libraries import listed
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
 from pinfeed.stores.store import Array, Store, whole_numbers
 from pinfeed.tensors.argument_types import Source
-from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.arguments import check_choice, explain_arguments
 
 _PARTS = ("data", "indices", "indptr")
 # Names of the format and of the shape: of AnnData since 0.7, and before.
@@ -78,18 +79,16 @@ class SparseStore(RaggedStore):
     def __init__(
         self, source: Source, key: str | None = None, *, layout: Literal["csr", "dense"] = "csr"
     ) -> None:
-        if layout not in ("csr", "dense"):
-            raise ArgumentError(f"layout={layout!r}: expected 'csr' or 'dense'")
+        check_choice(layout, "layout", ("csr", "dense"))
         matrix = open_matrix(source, key)
         with contextlib.ExitStack() as stack:
             for store in matrix.owned:
                 stack.callback(store.close)
             try:
-                self._fill(matrix.place, matrix.parts, matrix.offsets, matrix.n_columns, layout)
+                self._fill(matrix, layout)
             except StoreError as error:
                 raise StoreError(f"{matrix.place}: {error}") from error
             stack.pop_all()
-        self.own(matrix.owned)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_memory"}
@@ -97,17 +96,16 @@ class SparseStore(RaggedStore):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _memory=BufferPool(_N_SPARE, huge))
 
-    def _fill(
-        self, place: str, parts: Sequence[Any], offsets: Any, n_columns: int, layout: str
-    ) -> None:
+    def _fill(self, matrix: Matrix, layout: str) -> None:
         """Make the ragged rows of the values and the columns."""
-        self._place = place
+        self._place = matrix.place
         # Memory of dense batches on the host, for reuse: new memory costs more than to fill it.
         self._memory = BufferPool(_N_SPARE, huge)
-        super().__init__(dict(zip(("values", "columns"), parts, strict=True)), offsets)
+        parts = dict(zip(("values", "columns"), matrix.parts, strict=True))
+        super().__init__(parts, matrix.offsets)
         self.layout = layout  # type: ignore[assignment]  # the base has other layouts
         self._is_dense = layout == "dense"
-        self.n_columns = n_columns
+        self.n_columns = matrix.n_columns
         """Number of columns of the matrix."""
         columns = self.parts[1].dtype
         if columns.kind not in "iu" or columns == np.uint64:
@@ -123,6 +121,7 @@ class SparseStore(RaggedStore):
         from pinfeed.tensors.csr import load_csr
 
         load_csr()
+        self.own(matrix.owned)
 
     def __repr__(self) -> str:
         shape = f"{self.n_rows:,} x {self.n_columns:,}"
@@ -140,8 +139,7 @@ class SparseStore(RaggedStore):
 
     def joined(self, parts: Sequence[Store], offsets: Rows) -> SparseStore:
         store = SparseStore.__new__(SparseStore)
-        store._fill(self._place, parts, offsets, self.n_columns, self.layout)
-        store.own(parts)
+        store._fill(Matrix(self._place, parts, offsets, self.n_columns, parts), self.layout)
         return store
 
     def batch_parts(
@@ -159,7 +157,22 @@ class SparseStore(RaggedStore):
                 f"expected at most {np.iinfo(self._index).max:,}; give smaller batches"
             )
         # torch requires one dtype for the columns and the bounds.
-        return RaggedParts([values, _Columns(columns, self)], bounds.astype(self._index))
+        read = functools.partial(self._read_columns, columns)
+        checked = FunctionPart(columns.shape, columns.dtype, read)
+        return RaggedParts([values, checked], bounds.astype(self._index))
+
+    def _read_columns(self, columns: UnreadPart, out: Array, check_stop: CheckStop) -> None:
+        """Gather the columns of the elements of a batch, and refuse those out of range.
+
+        torch does not check them, and would read or write other memory.
+        """
+        columns.read(out, check_stop)
+        if len(out) and (out.min() < 0 or out.max() >= self.n_columns):
+            wrong = out[(out < 0) | (out >= self.n_columns)][0]
+            raise StoreError(
+                f"{self._place}: an element of the batch has column {wrong}; expected at least 0 "
+                f"and less than {self.n_columns}; check where the matrix is from"
+            )
 
     def batch(self, tensors: Iterator[Any]) -> Any:
         """Return a batch in the form of the layout, made of its tensors."""
@@ -213,29 +226,6 @@ class SparseFormat(FileFormat):
                 return Part(path, self.kind, name, shape, dtype, nbytes, stored)
         except StoreError as error:
             return Part(path, self.kind, name, problem=str(error))
-
-
-class _Columns:
-    """Columns of the elements of a batch, an ``UnreadPart``, which refuses those out of range.
-
-    torch does not check them, and would read or write other memory.
-    """
-
-    def __init__(self, columns: UnreadPart, store: SparseStore) -> None:
-        self._columns = columns
-        self._store = store
-        self.shape = columns.shape
-        self.dtype = columns.dtype
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Gather the columns into ``out``, step by step."""
-        self._columns.read(out, check_stop)
-        if len(out) and (out.min() < 0 or out.max() >= self._store.n_columns):
-            wrong = out[(out < 0) | (out >= self._store.n_columns)][0]
-            raise StoreError(
-                f"{self._store._place}: an element of the batch has column {wrong}; expected at "
-                f"least 0 and less than {self._store.n_columns}; check where the matrix is from"
-            )
 
 
 class Matrix(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import operator
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -172,6 +174,9 @@ def in_words(store: Store) -> str:
 class ClosedOnExit:
     """A context manager that closes itself at the end of a ``with`` block."""
 
+    _owned: Sequence[Any] = ()
+    """Stores that it has opened, and closes."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -180,7 +185,9 @@ class ClosedOnExit:
 
     def close(self) -> None:
         """Close what the object has opened. Further calls do nothing."""
-        raise NotImplementedError
+        with contextlib.ExitStack() as stack:
+            for store in self._owned:
+                stack.callback(store.close)
 
 
 class ReadOnly(ClosedOnExit):

@@ -149,27 +149,21 @@ class WindowStore(FileStore):
         self._firsts, self._distances = _steps(self.shapes, axes)
         self.run_starts, self.run_length = _runs(self.shapes[0], axes)
         """First item of each run of a window, counted from that of the window, and their items."""
+        self.extent = int(self.run_starts.item(-1)) + self.run_length
+        """Items from the first one of a window to the last one, both included."""
+        self.n_items = len(self.run_starts) * self.run_length
+        """Number of items of a window."""
         window = [axes[i].length if i in axes else n for i, n in enumerate(self.shapes[0])]
         shape = [*window[first:], *items.row_shape] if row_shape is None else row_shape
         super().__init__(items.label, items.paths, (self._ends.item(-1), *shape), items.dtype)
         # The items between the first and the last one of each array; a file may be given twice.
         covered = ((self.counts - 1) * self._distances).sum(1) + self.extent
-        n_items = covered[np.array(n_windows) > 0].sum().item()
-        self.nbytes = min(n_items * items.row_nbytes, items.nbytes)
-        self._owned = owned
+        n_covered = covered[np.array(n_windows) > 0].sum().item()
+        self.nbytes = min(n_covered * items.row_nbytes, items.nbytes)
+        self._owned = [items] if owned else ()
 
     def __repr__(self) -> str:
         return f"<{self.n_rows:,} windows of shape {self.row_shape} of {self.label}>"
-
-    @property
-    def extent(self) -> int:
-        """Items from the first one of a window to the last one, both included."""
-        return int(self.run_starts.item(-1)) + self.run_length
-
-    @property
-    def n_items(self) -> int:
-        """Number of items of a window."""
-        return len(self.run_starts) * self.run_length
 
     @property
     def resident_bytes(self) -> int:
@@ -184,12 +178,6 @@ class WindowStore(FileStore):
         # A window that extends over several files is not in one piece.
         is_in_one_file = len(self.shapes) == len(self.paths)
         return is_in_one_file and self._is_one_run and self.items.can_be_memory_rows
-
-    def close(self) -> None:
-        """Close the items if the store opened them. Further calls do nothing."""
-        super().close()
-        if self._owned:
-            self.items.close()
 
     @functools.cached_property
     def bounds(self) -> Rows | None:

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, TensorRange
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.host_rows import StoreRows, UnreadPart, part_nbytes
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import DTYPES
-
-Array = npt.NDArray[Any]
 
 # Shapes and dtypes of the rows of some stores that a cache holds together.
 _CACHED = (((3,), "f4"), ((), "f8"), ((5, 2), "u1"))

@@ -33,16 +33,9 @@ from pinfeed.native.library import library
 from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
-from pinfeed.stores.store import Store, row_nbytes, run_of
+from pinfeed.stores.store import Array, Store, row_nbytes, run_of
 from pinfeed.testing.sim_driver import PAIRS, SCATTER, SimDriver, SimThread
-from pinfeed.testing.sim_streams import (
-    Array,
-    DeviceArray,
-    SimEvent,
-    SimMemory,
-    SimStream,
-    SimWorker,
-)
+from pinfeed.testing.sim_streams import DeviceArray, SimEvent, SimMemory, SimStream, SimWorker
 
 Choose = Callable[[Sequence[str]], "str | None"]
 """Returns the next of the named streams and workers that can advance; None for none of them."""

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.stores.store import Array
 from pinfeed.threads.call import Call
 
 if TYPE_CHECKING:
     from pinfeed.testing.sim import SimDevice
-
-Array = npt.NDArray[Any]
 
 
 class SimMemory:

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from pinfeed.errors import ArgumentError, RowIndexError, WriteBackError
-from pinfeed.stores.store import Store
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.testing.device_tests import Array, DeviceTests, sample
+from pinfeed.testing.device_tests import DeviceTests, sample
 
 __all__ = ["BAD_ROWS", "ROW_SHAPES", "DeviceTests", "ReadOnlyStoreTests", "StoreTests", "sample"]
 

@@ -142,7 +142,8 @@ def check_flag(value: Any, name: str) -> None:
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
     """Raise ArgumentError unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ArgumentError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
+        *others, last = map(repr, choices)
+        raise ArgumentError(f"{name}={value!r}: expected {', '.join(others)} or {last}")
 
 
 def check_function(value: Any, name: str) -> None:

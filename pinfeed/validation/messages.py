@@ -7,6 +7,8 @@ import logging
 import sys
 import textwrap
 
+from pinfeed.errors import logger
+
 _WIDTH = 80
 
 
@@ -28,9 +30,6 @@ def wrapped(text: str, first: str = "", rest: str = "") -> str:
     )
 
 
-_logger = logging.getLogger("pinfeed")
-
-
 class _Handler(logging.Handler):
     """Prints warnings to stderr, unless the program handles them itself.
 
@@ -38,7 +37,7 @@ class _Handler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        handlers = [*_logger.handlers, *(logging.root.handlers if _logger.propagate else ())]
+        handlers = [*logger.handlers, *(logging.root.handlers if logger.propagate else ())]
         if handlers == [self]:
             # A loop continues without an output for warnings, as with the handlers of logging.
             with contextlib.suppress(OSError, ValueError):
@@ -49,4 +48,4 @@ def install_log_output() -> None:
     """Let warnings begin with ``pinfeed:``."""
     handler = _Handler(logging.WARNING)
     handler.setFormatter(logging.Formatter("pinfeed: %(message)s"))
-    _logger.addHandler(handler)
+    logger.addHandler(handler)

@@ -22,7 +22,7 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat.speedtorch import placement
+from pinfeed.compat.speedtorch import tables
 
 pytestmark = pytest.mark.usefixtures("in_a_folder", "one_thread")
 
@@ -50,7 +50,7 @@ def test_a_default_device_is_not_for_tables() -> None:
     "dtype", ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "complex64"]
 )
 def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
-    table = placement.DeviceTable(torch.zeros(5, 2, dtype=getattr(torch, dtype)))
+    table = tables.DeviceTable(torch.zeros(5, 2, dtype=getattr(torch, dtype)))
     values = torch.tensor([[1, 0], [0, 1]]).to(getattr(torch, dtype))
     table.write(np.array([3, 1]), values)
     assert torch.equal(table.read(np.array([3, 1]), torch.device("cpu"), values.dtype), values)
@@ -71,14 +71,14 @@ def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
 def test_where_tables_are(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: tuple[str, bool]
 ) -> None:
-    places: list[placement.Place] = []
+    places: list[tables.Place] = []
 
-    def in_memory(place: placement.Place, *arguments: Any) -> placement.Table:
+    def in_memory(place: tables.Place, *arguments: Any) -> tables.Table:
         places.append(place)
-        return new_table(placement.Place("cpu"), *arguments)
+        return new_table(tables.Place("cpu"), *arguments)
 
-    new_table = placement.Place.new_table
-    monkeypatch.setattr(placement.Place, "new_table", in_memory)
+    new_table = tables.Place.new_table
+    monkeypatch.setattr(tables.Place, "new_table", in_memory)
     model = Model(2)
     weights = getattr(SpeedTorch, name)(model.inner.words, N, DIM, **options)
     optimizer = OTHERS["momentum"](model.inner.words.parameters())
@@ -89,7 +89,7 @@ def test_where_tables_are(
     weights.zerosInit()
     states.optInit()
     counts.comInit()
-    assert places == [placement.Place(*place)] * 3
+    assert places == [tables.Place(*place)] * 3
 
 
 def test_attributes_that_programs_read() -> None:

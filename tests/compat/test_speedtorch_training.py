@@ -23,7 +23,7 @@ from support.speedtorch_training import (
 from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
-from pinfeed.compat.speedtorch import placement
+from pinfeed.compat.speedtorch import tables
 
 pytestmark = pytest.mark.usefixtures("in_a_folder", "one_thread")
 
@@ -69,10 +69,10 @@ def test_equals_training_the_whole_table_in_a_table_of_torch(
 ) -> None:
     """The table for a GPU is tested on the CPU."""
     monkeypatch.setattr(
-        placement.Place,
+        tables.Place,
         "new_table",
-        lambda _, shape, dtype, key="": placement.DeviceTable(
-            torch.zeros(shape, dtype=placement.TORCH[dtype])
+        lambda _, shape, dtype, key="": tables.DeviceTable(
+            torch.zeros(shape, dtype=tables.TORCH[dtype])
         ),
     )
     result = train(*made("PytorchModelFactory", LAZY["adagrad"]), batches(True))

@@ -16,8 +16,8 @@ import torch
 from support.internals import mover_of, runner_of
 
 from pinfeed import ArgumentError, ArrayStore, Feeder, NpyStore, Ranks, rows, wrap_readers
-from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.rows.orders import known
+from pinfeed.stores.paths import file_key, written_maps
 from pinfeed.testing import SimDevice, favour, lazy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -21,8 +21,7 @@ from torch.utils.data import (
 from pinfeed import Feeder
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.rows import per_rank, sequential, shuffled
-from pinfeed.rows.batches import RowBatches
-from pinfeed.rows.order_batches import OrderBatches
+from pinfeed.rows.order_batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pinfeed import rows
 from pinfeed.rows.order_batches import RankBatches
 from pinfeed.rows.orders import Order, known
-from pinfeed.rows.ranks import PerRank, Ranks, SharedWindows, StridedSlice, per_rank, positions_of
+from pinfeed.rows.ranks import PerRank, Ranks, StridedSlice, per_rank, positions_of, shared_windows
 from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Windows
 
@@ -218,7 +218,7 @@ def test_a_share_needs_each_window_once(window_blocks: int) -> None:
     # The first piece has no row of the scarce source; the others have one each, of one window.
     spans = [(places[0] + 10, 50), (places[1], 50), (places[2], 50)]
     pieces = tuple(StridedSlice(int(begin), n, n, n) for begin, n in spans)
-    needed = list(SharedWindows(found, pieces).needed(0, 150))
+    needed = list(shared_windows(found, pieces).needed(0, 150))
     numbers = epoch[positions_of(pieces, np.arange(150))]
     assert len(needed) == 1
     for i in np.flatnonzero(numbers >= 2000).tolist():

@@ -27,7 +27,7 @@ from pinfeed import (
     rows,
 )
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
-from pinfeed.readahead.source_reads import AxisItemWindows
+from pinfeed.readahead.source_reads import most_view_items, windows_of_views
 from pinfeed.rows.orders import known
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.dtypes import DTYPES
@@ -288,14 +288,15 @@ def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.D
         order = rows.block_shuffled(1, block_rows=draw(1, 9), window_blocks=draw(1, 3))
         of_rows = known(order).windows(n_rows, 0)
         assert of_rows is not None
-        of_items = AxisItemWindows(of_rows, tuple(views))
+        of_items = windows_of_views(of_rows, tuple(views))
+        most = most_view_items(of_rows, tuple(views))
         pairs = zip(of_rows.needed(0, n_rows), of_items.needed(0, n_rows), strict=True)
         for window, found in pairs:
             numbers = np.concatenate([np.arange(*run) for run in window.runs])
             wanted = set().union(*(view.item_runs(numbers).rows().tolist() for view in views))
             items = [item for run in found.runs for item in range(*run)]
             assert wanted <= set(items)
-            assert len(items) == len(set(items)) <= of_items.window_rows
+            assert len(items) == len(set(items)) <= most
 
 
 def test_shuffle_windows_of_distant_inputs_and_targets(tmp_path: Path) -> None:
@@ -308,8 +309,8 @@ def test_shuffle_windows_of_distant_inputs_and_targets(tmp_path: Path) -> None:
         order = rows.block_shuffled(1, block_rows=50, window_blocks=4)
         of_rows = known(order).windows(views[0].n_rows, 0)
         assert of_rows is not None
-        alone = [AxisItemWindows(of_rows, (view,)).window_rows for view in views]
-        assert AxisItemWindows(of_rows, views).window_rows == sum(alone) < 1000
+        alone = [most_view_items(of_rows, (view,)) for view in views]
+        assert most_view_items(of_rows, views) == sum(alone) < 1000
 
 
 @pytest.mark.parametrize("saved", [saved_h5, saved_zarr], ids=["h5", "zarr"])
@@ -470,12 +471,12 @@ def test_a_random_selection_plans_little_more_than_it_needs(
         blocks = rows.block_shuffled(3, block_rows=500, window_blocks=4)
         chosen = rows.where(np.flatnonzero(is_selected), blocks).windows(windows.n_rows, 0)
         assert chosen is not None
-        made = AxisItemWindows(chosen, (windows,))
+        made = windows_of_views(chosen, (windows,))
         needed = [
-            sum(stop - start for start, stop in made._item_runs(window.runs))
-            for window in chosen.needed(0, int(is_selected.sum()))
+            sum(stop - start for start, stop in window.runs)
+            for window in made.needed(0, int(is_selected.sum()))
         ]
-        planned = made.window_rows
+        planned = most_view_items(chosen, (windows,))
     assert max(needed) <= planned <= 2 * max(needed)
 
 

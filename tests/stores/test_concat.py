@@ -10,7 +10,7 @@ import pytest
 import pinfeed
 from pinfeed.errors import PinfeedError, StoreError
 from pinfeed.rows import block_shuffled, mixed, shuffled
-from pinfeed.stores.concat import ConcatStore
+from pinfeed.stores.array import ConcatStore
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from pinfeed.rows import block_shuffled, per_rank, sequential, shuffled
 from pinfeed.rows import drawn as drawn_rows
-from pinfeed.rows.batches import RowBatches, RowIndices
+from pinfeed.rows.order_batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Order, Rows
 
 

@@ -60,13 +60,14 @@ available, although these copies do not need it. Otherwise the table is in ordin
 
 from __future__ import annotations
 
-from pinfeed.compat.speedtorch.data_gadget import DataGadget, DataGadgetMM
 from pinfeed.compat.speedtorch.factories import (
     COM,
     COMMM,
     CPUPytorchCOM,
     CPUPytorchModelFactory,
     CPUPytorchOptimizerFactory,
+    DataGadget,
+    DataGadgetMM,
     GPUPytorchCOM,
     GPUPytorchModelFactory,
     GPUPytorchOptimizerFactory,

@@ -17,12 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from pinfeed.compat.speedtorch.placement import Table, as_numpy, table_dtype
 from pinfeed.compat.speedtorch.tables import (
     FileName,
+    Table,
+    as_numpy,
     copy_all_rows,
     find_file,
     store_of_saved,
+    table_dtype,
     with_suffix,
 )
 from pinfeed.compat.speedtorch.weight_table import (

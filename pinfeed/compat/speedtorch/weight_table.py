@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pinfeed.compat.speedtorch.placement import Table, as_numpy, table_dtype
-from pinfeed.compat.speedtorch.tables import SingleTable, Tables
+from pinfeed.compat.speedtorch.tables import SingleTable, Table, Tables, as_numpy, table_dtype
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from pinfeed.pipeline.sources.row_fetch import RowFetch
 from pinfeed.pipeline.sources.sample_batch import SkippedSamples
 from pinfeed.pipeline.sources.source import (
     BatchThunk,
+    BatchThunks,
     HostBatch,
     Source,
     failed_batch,
@@ -23,7 +24,7 @@ from pinfeed.pipeline.sources.source import (
     made_or_failed,
 )
 from pinfeed.pipeline.sources.user_calls import BatchTransform, guarded
-from pinfeed.rows.batches import EpochHooks
+from pinfeed.rows.order_batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
 
 if TYPE_CHECKING:
@@ -167,9 +168,7 @@ class LoaderSource(Source):
         """Release an epoch that was begun without a request for a batch."""
         self._begun = None
 
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches of the epoch that was begun last, one per thunk."""
         return self._draws(self.own_batches(number, start, may_wait=True))
 
@@ -276,7 +275,7 @@ class LoaderSource(Source):
         assert self.host_transform is not None
         return self.draw(self.host_transform(batch, epoch, number))()
 
-    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+    def _draws(self, batches: Iterator[Any]) -> BatchThunks:
         next_thunk = self._next_thunk_or_error if self.keeps_errors else self._next_thunk
         with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
             while (thunk := next_thunk(batches)) is not None:
@@ -380,7 +379,7 @@ class StatefulSource(LoaderSource):
         except Exception as error:
             return error
 
-    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+    def _draws(self, batches: Iterator[Any]) -> BatchThunks:
         for thunk in super()._draws(batches):
             yield functools.partial(self._with_state, thunk, self.state())
 

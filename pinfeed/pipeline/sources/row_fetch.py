@@ -19,7 +19,7 @@ from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup, host
 from pinfeed.readahead.strategy import ReadStrategy, UnreadRows
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.stores.host_rows import CheckStop, FunctionPart
 from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.pytree import Rebuild
 from pinfeed.validation.suggestions import of_ids
@@ -52,26 +52,18 @@ class FetchSpec:
         return f"fetch[{self.key!r}]"
 
 
-class RepeatedRows:
-    """Rows of a batch that repeat: an ``UnreadPart`` that gathers each distinct row once.
+def repeated_rows(distinct: UnreadRows, positions: Rows) -> FunctionPart:
+    """Return rows of a batch that repeat, of which each distinct row is gathered once.
 
     Args:
         distinct: The distinct rows, m of them, in the order in which they first occur.
         positions: For each row of the batch, its position among the distinct rows, shape (n,). No
             position is greater than the position of the row itself.
     """
+    n = len(positions)
 
-    def __init__(self, distinct: UnreadRows, positions: Rows) -> None:
-        self._distinct = distinct
-        self._positions = positions
-        self.shape = (len(positions), *distinct.shape[1:])
-        self.dtype = distinct.dtype
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Gather the distinct rows into the beginning of ``out``, then copy each to its places."""
-        self._distinct.read(out[: self._distinct.shape[0]], check_stop)
-        positions = self._positions
-        n = len(positions)
+    def fill(out: Array, check_stop: CheckStop) -> None:
+        distinct.read(out[: distinct.shape[0]], check_stop)
         # The rows before the first repeated one are already in place.
         first = int(np.argmax(positions != np.arange(n)))
         step = max(1, _PIECE_BYTES * n // max(1, out.nbytes))
@@ -81,6 +73,8 @@ class RepeatedRows:
             begin = max(first, end - step)
             check_stop()
             out[begin:end] = out.take(positions[begin:end], axis=0)
+
+    return FunctionPart((n, *distinct.shape[1:]), distinct.dtype, fill)
 
 
 @dataclass
@@ -143,7 +137,7 @@ class RowFetch:
             if positions is None:
                 parts += distinct
             elif is_unified:
-                parts += [RepeatedRows(of_store, positions) for of_store in distinct]
+                parts += [repeated_rows(of_store, positions) for of_store in distinct]
             else:
                 parts += [*distinct, ArrayPart(positions.astype(np.int32))]
             shapes.append((of_spec.shape, positions is not None and not is_unified))

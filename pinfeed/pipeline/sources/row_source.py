@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.source import (
     ArrayPart,
-    BatchThunk,
+    BatchThunks,
     HostBatch,
     OrderedSource,
     RowGroup,
 )
 from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
-from pinfeed.rows.batches import RowBatches, RowIndices
+from pinfeed.rows.order_batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Places
 from pinfeed.stores.file_store import FileStore, rows_version
@@ -55,9 +55,7 @@ class RowSource(OrderedSource):
     def rows_version(self) -> object:
         return rows_version(self._files())
 
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches of an epoch; each thunk computes its row indices."""
         windows, position, stop = self.batches.windows(number, start)
         with contextlib.ExitStack() as stack:

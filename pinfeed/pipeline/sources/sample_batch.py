@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
-from pinfeed.errors import ReadError
+from pinfeed.errors import ReadError, logger
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch, host_batch_of
 from pinfeed.pipeline.sources.user_calls import drop_frames, guarded
-from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.stores.host_rows import CheckStop, FunctionPart, never
+from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending, Workers
 from pinfeed.validation.arguments import check_choice, whole_number
 
-logger = logging.getLogger("pinfeed")
-
-Array = npt.NDArray[Any]
 MakeSamples = Callable[[], AbstractContextManager[Callable[[int], Any]]]
 """Returns a context of a thread, with a function that makes the sample at a position."""
 Failures = list[tuple[int, Exception]]
@@ -124,7 +118,7 @@ class SampleBatch:
         if self._layout is None:
             return self.reporting(HostBatch([], lambda tensors: NoSamples(), [(0, 0)]))
         columns = [column for column in self._layout.columns if column is not None]
-        parts = [_ColumnPart(self, self._shape(one), one.dtype) for one in columns]
+        parts = [FunctionPart(self._shape(one), one.dtype, self.read) for one in columns]
         return self.reporting(HostBatch(parts, self._rebuild, self._sizes))
 
     def read(self, out: Array, check_stop: CheckStop) -> None:
@@ -331,18 +325,6 @@ class SampleBatch:
         assert self._skipped is not None
         self._skipped(cast("Failures", sorted(self._errors.items())))
         return batch
-
-
-class _ColumnPart(NamedTuple):
-    """A column of a batch, as a part; the last one that is read makes the samples of all."""
-
-    batch: SampleBatch
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Fill ``out``, at the latest when the last column of the batch is read."""
-        self.batch.read(out, check_stop)
 
 
 class SkippedSamples:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, add_note
 from pinfeed.pipeline.sources.sample_batch import SampleBatch
@@ -18,10 +17,10 @@ from pinfeed.pipeline.sources.sample_source import BatchesOfSamples
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.stores.host_rows import CheckStop
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import flatten
 
-Array = npt.NDArray[Any]
 Apply = Callable[[Iterator[Any]], Any]
 """Makes a batch from its samples."""
 

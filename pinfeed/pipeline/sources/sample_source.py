@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch, Skippe
 from pinfeed.pipeline.sources.sample_maker import SampleMaker, SampleThreads
 from pinfeed.pipeline.sources.source import (
     BatchThunk,
+    BatchThunks,
     HostBatch,
     OrderedSource,
     host_batch_of,
     made_or_failed,
 )
 from pinfeed.pipeline.sources.user_calls import guarded
-from pinfeed.rows.batches import RowIndices
-from pinfeed.rows.order_batches import OrderBatches, RankBatches
+from pinfeed.rows.order_batches import OrderBatches, RankBatches, RowIndices
 from pinfeed.threads.pool import Turns
 
 
@@ -93,9 +93,7 @@ class BatchesOfSamples(OrderedSource):
     def loop_context(self) -> contextlib.AbstractContextManager[object]:
         return self.threads.running()
 
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
         batches = self.batches.epoch(number, start, checksum)
         return (self._thunk(number, row_indices) for row_indices in batches)

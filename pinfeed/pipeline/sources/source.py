@@ -18,7 +18,7 @@ from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.pipeline.row_cache import CachedRows
 from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.readahead.strategy import UnreadRows
-from pinfeed.rows.batches import EpochHooks, RowBatches
+from pinfeed.rows.order_batches import EpochHooks, RowBatches
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Store
@@ -272,6 +272,9 @@ A source makes thunks one at a time. The thunk does the work that may run in par
 computing row indices.
 """
 
+BatchThunks = Generator[BatchThunk, None, None]
+"""The thunks of an epoch, one at a time."""
+
 
 def failed_batch(error: Exception) -> HostBatch:
     """Return a batch without parts, in place of a failed one; ``rebuild`` raises the error."""
@@ -352,9 +355,7 @@ class Source(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def epoch(
-        self, number: int, start: int, checksum: int, batches_per_slot: int
-    ) -> Generator[BatchThunk, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> BatchThunks:
         """Yield the batches of an epoch in order, each as a thunk.
 
         Reader threads iterate over the generator, one at a time.

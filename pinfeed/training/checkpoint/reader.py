@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from pinfeed.errors import CheckpointError, StoreError, described
+from pinfeed.stores.paths import Path
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.threads.pool import ThreadPool
@@ -27,7 +28,6 @@ from pinfeed.training.checkpoint.entries import (
 from pinfeed.training.checkpoint.writer import (
     FORMAT,
     MANIFEST,
-    Path,
     SaveDirectory,
     rank_directories,
     save_numbers,

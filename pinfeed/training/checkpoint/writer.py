@@ -23,6 +23,7 @@ from typing import IO, Any
 import torch
 
 from pinfeed.errors import ArgumentError, CheckpointError, described
+from pinfeed.stores.paths import Path
 from pinfeed.tensors import rng_state
 from pinfeed.training.checkpoint.entries import (
     Entry,
@@ -35,8 +36,6 @@ from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.rank_loop import RankGroup
 from pinfeed.training.row_file import checksums, write_rows
 from pinfeed.validation.arguments import check_path, whole_number
-
-Path = str | os.PathLike[str]
 
 MANIFEST = "manifest.json"
 FORMAT = 1

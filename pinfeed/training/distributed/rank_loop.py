@@ -16,8 +16,7 @@ from pinfeed.errors import ArgumentError, ClosedError, RankError, described
 from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.distributed.lockstep import Channel, Lockstep, RankStep
-from pinfeed.training.distributed.row_exchange import ChangingRows, Counts, RowExchange
-from pinfeed.training.distributed.sharded_rows import RankLink
+from pinfeed.training.distributed.row_exchange import ChangingRows, Counts, RankLink, RowExchange
 
 if TYPE_CHECKING:
     from pinfeed.training.row_loop.loop_table import LoopTable

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.feeders.loader_feeder import LoaderFeeder
-from pinfeed.feeders.wrap_loader import wrap_loader
+from pinfeed.feeders.loader_feeder import LoaderFeeder, wrap_loader
 from pinfeed.memory import limits
 from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch import batches

@@ -29,8 +29,13 @@ from pinfeed.stores.host_rows import StoreRows
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.numpy_torch import to_torch, version_of
 from pinfeed.training.distributed.rank_loop import RankLoop
-from pinfeed.training.distributed.row_exchange import ExchangePlan, RowPositions
-from pinfeed.training.distributed.sharded_rows import OwnRows, RankLink, ShardedBatchRows
+from pinfeed.training.distributed.row_exchange import (
+    ExchangePlan,
+    OwnRows,
+    RankLink,
+    RowPositions,
+    ShardedBatchRows,
+)
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.row_loop.loop_table import LoopTable
 

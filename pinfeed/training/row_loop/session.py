@@ -32,7 +32,7 @@ from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.training.distributed.rank_loop import RankLoop
-from pinfeed.training.distributed.sharded_rows import check_received, receive_deferred
+from pinfeed.training.distributed.row_exchange import check_received, receive_deferred
 from pinfeed.training.embeddings.batch_rows import loops_over
 from pinfeed.training.row_loop.loop_table import LoopTable, require_separate
 from pinfeed.training.row_loop.row_source import TableBatch

@@ -25,7 +25,7 @@ from pinfeed import (
 from pinfeed.errors import (
     VerificationError,
 )
-from pinfeed.training.distributed import sharded_rows
+from pinfeed.training.distributed import row_exchange
 from pinfeed.training.distributed.rank_loop import Exchanged
 
 ADAGRAD = torch.optim.Adagrad
@@ -282,7 +282,7 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
 
 
 def test_verify_finds_rows_that_arrived_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_rows, "exchange_deferred", lambda tables: None)
+    monkeypatch.setattr(row_exchange, "exchange_deferred", lambda tables: None)
     with pytest.raises(
         VerificationError,
         match=r"table 0 of the loop, row \d+ differs from the row on its own rank",

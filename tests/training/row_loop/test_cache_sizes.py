@@ -13,8 +13,8 @@ import torch
 from pinfeed import Config, GiB, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughGPUMemory, UnknownArgument
 from pinfeed.native import library as native
-from pinfeed.profiling.chrome_trace import trace
 from pinfeed.profiling.spans import CacheCounts
+from pinfeed.profiling.timeline import trace
 from pinfeed.training.row_loop.train_rows import RowLoop
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
