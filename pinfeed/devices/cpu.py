@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from pinfeed.devices.batch_copies import SingleCalls
 from pinfeed.devices.device import RowCopy, RowPairs, TensorRange
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
-from pinfeed.errors import ArgumentError, DeviceError
+from pinfeed.errors import ArgumentError, DeviceError, logger
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import BufferPool, Bytes, huge
 from pinfeed.rows.orders import Rows
@@ -30,8 +29,6 @@ from pinfeed.threads.pool import ThreadPool
 
 # torch uses several threads for copies of more bytes.
 _SMALL_NBYTES = 64 << 10
-
-logger = logging.getLogger("pinfeed")
 
 
 class HostEvent:

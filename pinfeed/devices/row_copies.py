@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +10,7 @@ import torch
 from pinfeed.devices.cuda_driver import CudaDriver, cuda_driver
 from pinfeed.devices.device import RowCopy, RowPairs, TensorRange
 from pinfeed.devices.kernels import CudaModule
-from pinfeed.errors import described
-
-logger = logging.getLogger("pinfeed")
+from pinfeed.errors import described, logger
 
 MAX_COPIES = 16
 """Largest number of copies in one launch, ``PF_MOST_COPIES`` of pinfeed.h.

@@ -33,7 +33,6 @@ from pinfeed.pipeline.filler import (
     Draws,
     Filler,
     Mover,
-    Thunks,
     TransformingFiller,
     close_unless_running,
 )
@@ -50,7 +49,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.loader_source import LoaderSource
 from pinfeed.pipeline.sources.row_source import RowSource
-from pinfeed.pipeline.sources.source import Source
+from pinfeed.pipeline.sources.source import BatchThunks, Source
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import LoopWrites, WriteQueue
 from pinfeed.pipeline.writer import Writer
@@ -292,7 +291,7 @@ def _needs_comparison(source: Source, schedule: PrefetchSchedule) -> bool:
     return bool(schedule.writes and schedule.repeats and is_in_flight)
 
 
-def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:
+def _in_context(opened: contextlib.ExitStack, source: Source, thunks: BatchThunks) -> BatchThunks:
     """Yield the batches of a source, in its context, which ``opened`` ends.
 
     The readers may complete the last batches only after they have drawn the end.

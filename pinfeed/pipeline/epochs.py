@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Device, Tensor
-from pinfeed.errors import ArgumentError, ClosedError
+from pinfeed.errors import ArgumentError, ClosedError, logger
 from pinfeed.pipeline.active_run import ActiveRun, ContinuingIterator, is_suspended
 from pinfeed.pipeline.composition import make_loop
 from pinfeed.pipeline.host_transfer import HostTransfer
@@ -32,7 +31,6 @@ from pinfeed.validation.arguments import whole_number
 
 T = TypeVar("T")
 
-logger = logging.getLogger("pinfeed")
 
 _IS_RUNNING = (
     "a loop over this feeder is running in another thread, or is waiting for a batch; end that "

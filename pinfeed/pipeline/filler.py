@@ -18,7 +18,7 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import DeviceSlot, Slot, raise_kept
 from pinfeed.pipeline.sources.source import (
-    BatchThunk,
+    BatchThunks,
     Cancelled,
     HostBatch,
     OtherBatch,
@@ -33,8 +33,6 @@ from pinfeed.threads.pool import Turns
 Mover = Transfer | HostTransfer
 """Moves the batches of one loop at a time to a device, in slots."""
 
-Thunks = Generator[BatchThunk, None, None]
-
 
 class Draws:
     """The batches of an epoch. Several threads take turns.
@@ -47,7 +45,7 @@ class Draws:
     """
 
     def __init__(
-        self, mover: Mover, thunks: Thunks, n_readers: int, host: BatchTransform | None
+        self, mover: Mover, thunks: BatchThunks, n_readers: int, host: BatchTransform | None
     ) -> None:
         self._mover = mover
         self.check_stop = mover.check_stop

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 import weakref
 from collections import deque
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.devices.device import Tensor
-from pinfeed.errors import ClosedError
+from pinfeed.errors import ClosedError, logger
 from pinfeed.memory import page_locked
 from pinfeed.pipeline.device_batches import DeviceBatches
 from pinfeed.pipeline.device_rows import DeviceRows
@@ -31,8 +30,6 @@ from pinfeed.pipeline.sources.source import Cancelled
 from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
 from pinfeed.pipeline.write_queue import LoopWrites
 from pinfeed.threads.exit import exit_hook
-
-logger = logging.getLogger("pinfeed")
 
 EPOCH_END: Any = None
 """Value that a loop yields after an epoch, if it has read the first batches of the next one."""

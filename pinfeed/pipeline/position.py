@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from pinfeed.errors import ArgumentError
+from pinfeed.errors import ArgumentError, logger
 from pinfeed.pipeline.sources.source import Source
-
-logger = logging.getLogger("pinfeed")
 
 
 class EpochPosition:

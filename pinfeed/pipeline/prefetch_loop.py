@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pinfeed.pipeline.filler import Filler, Mover, Step, Thunks
+from pinfeed.pipeline.filler import Filler, Mover, Step
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.source import Cancelled, Source
+from pinfeed.pipeline.sources.source import BatchThunks, Cancelled, Source
 from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.pool import ThreadPool
 
@@ -247,7 +247,7 @@ class EpochsAhead:
         # Version of the rows when a reader opened a later epoch.
         self._versions: dict[int, object] = {}
 
-    def thunks(self) -> Thunks:
+    def thunks(self) -> BatchThunks:
         """Yield the batches of all epochs, which readers take in the order of their turns."""
         yield from self._source.epoch(*self._first, self._batches_per_slot)
         while self._to_open:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Tensor
-from pinfeed.errors import StoreError, VerificationError
+from pinfeed.errors import StoreError, VerificationError, logger
 from pinfeed.native.library import library
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
@@ -30,8 +29,6 @@ from pinfeed.stores.store import is_store, row_nbytes
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
-
-logger = logging.getLogger("pinfeed")
 
 # Number of stores that the representation shows.
 _N_SHOWN = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 import time
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pinfeed.errors import EstimateError, NotEnoughGPUMemory
+from pinfeed.errors import EstimateError, NotEnoughGPUMemory, logger
 from pinfeed.memory.limits import DEFAULT_DEPTH, MOST_ROWS
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.memory.units import GiB, human
@@ -32,7 +31,6 @@ from pinfeed.training.memory_model.report import (
 if TYPE_CHECKING:
     from pinfeed.training.memory_model.config import Config
 
-logger = logging.getLogger("pinfeed")
 
 _HEAP_SHARE = 0.08
 """Freed memory that malloc keeps on the CPU, relative to the step, if ``enforce`` is set."""

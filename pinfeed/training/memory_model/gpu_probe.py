@@ -11,7 +11,6 @@ emptying the allocator's cache. Otherwise, the next size is 10% smaller.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import sys
 import threading
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pinfeed.errors import described
+from pinfeed.errors import described, logger
 from pinfeed.training.memory_model.real_steps import (
     StepCopy,
     is_out_of_memory,
@@ -29,8 +28,6 @@ from pinfeed.training.memory_model.real_steps import (
 )
 from pinfeed.training.memory_model.report import StepMemory, count_parameters
 from pinfeed.training.memory_model.training_step import TrainingStep, bytes_on_device, state_tensors
-
-logger = logging.getLogger("pinfeed")
 
 _MOST_SIZES = 5
 _FIRST_SAMPLES = 16

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import logging
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Device, Event
-from pinfeed.errors import DeviceError
+from pinfeed.errors import DeviceError, logger
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.memory.pages import block_nbytes
-
-logger = logging.getLogger("pinfeed")
 
 _WASTE = 8
 """A block may be larger than needed by 1/8, so that blocks are reused for varying sizes."""

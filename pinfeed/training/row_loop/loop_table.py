@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pinfeed.errors import ArgumentError, ClosedError, WriteBackError
+from pinfeed.errors import ArgumentError, ClosedError, WriteBackError, logger
 from pinfeed.pipeline.sources.row_fetch import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
@@ -24,7 +23,6 @@ from pinfeed.training.embeddings.table import HostEmbedding
 if TYPE_CHECKING:
     from pinfeed.training.row_loop.session import TableSession
 
-logger = logging.getLogger("pinfeed")
 
 RowOptimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 """A RowOptimizer, a CombinedOptimizer with some, or several of these."""
