@@ -49,6 +49,7 @@ from pinfeed.stores import (
     RemoteStore,
     SparseStore,
     Store,
+    TextStore,
     ZarrStore,
 )
 from pinfeed.stores.concat import concat, source_ids
@@ -142,6 +143,7 @@ __all__ = [
     "SparseStore",
     "Store",
     "StoreError",
+    "TextStore",
     "VerificationError",
     "WriteBackError",
     "ZarrStore",

@@ -13,7 +13,7 @@ from pinfeed.feeders.hints import DATASET_HINTS
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import RaggedStore, Store
+from pinfeed.stores import RaggedStore, Store, TextStore
 from pinfeed.tensors.argument_types import Source
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
@@ -112,8 +112,10 @@ class RowDataset(Dataset[Any]):
         return [_gathered(leaf, wanted, as_samples) for leaf in self._tree.leaves]
 
 
-def _gathered(leaf: Store | RaggedStore, rows: Rows, as_samples: bool) -> Any:
+def _gathered(leaf: Store | RaggedStore | TextStore, rows: Rows, as_samples: bool) -> Any:
     """Return rows of one leaf of a source; a list of ragged ones if they are samples."""
+    if isinstance(leaf, TextStore):
+        return leaf.read(rows)
     if not isinstance(leaf, RaggedStore):
         out = np.empty((len(rows), *leaf.row_shape), leaf.dtype)
         leaf.gather(rows, out)

@@ -22,6 +22,7 @@ from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, engine_schedule
 from pinfeed.pipeline.sources.row_source import RowSource
+from pinfeed.pipeline.sources.text_rows import row_source
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, known
@@ -340,7 +341,8 @@ class Feeder(ResumableFeeder[T_co]):
         self._is_limited = config is not None
         self._transforms = transforms
         reads = self._reads
-        self._source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
+        source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
+        self._source = row_source(source, tree.texts)
         if options.continuous is None:
             # Files show whether they have changed; arrays and functions of the user do not.
             continuous = (
@@ -358,7 +360,7 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         config = selection.config
-        is_ragged = bool(tree.ragged)
+        is_ragged = bool(tree.ragged or tree.texts)
         schedule = choose_schedule(
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
         )

@@ -324,10 +324,11 @@ class FetchStores:
                 name = f"fetch[{key!r}]"
                 tree = StoreTree(source, name)
                 stack.callback(tree.close)
-                if tree.ragged:
+                if tree.ragged or tree.texts:
+                    kind = "RaggedStore" if tree.ragged else "TextStore"
                     raise ArgumentError(
-                        f"{name} has a RaggedStore; expected rows of one shape; pad the rows to "
-                        "one length, or give the RaggedStore to a Feeder"
+                        f"{name} has a {kind}; expected rows of one shape; pad ragged rows to one "
+                        f"length, or give the {kind} to a Feeder"
                     )
                 entries.append((key, ids_function(ids, name), tree))
             self.stores: list[Store] = [store for *_, tree in entries for store in tree.stores]

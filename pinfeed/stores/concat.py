@@ -23,6 +23,7 @@ from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import Array, ReadOnly, Store, checked_gather, in_words, is_store
+from pinfeed.stores.text import TextStore
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.argument_types import Source
 
@@ -193,7 +194,7 @@ def _named(sources: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Store]) -> Any:
+def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Any]) -> Any:
     """Return the rows of the leaves, one after the other, as one store.
 
     Args:
@@ -203,6 +204,12 @@ def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Store]) 
     """
     if any(isinstance(leaf, RaggedStore) for leaf in leaves):
         return _concat_ragged(leaves, names)
+    for leaf, name in zip(leaves, names, strict=True):
+        if isinstance(leaf, TextStore):
+            raise StoreError(
+                f"{name} is text; expected numbers; join the columns of text instead: "
+                "pyarrow.concat_tables(tables), or pinfeed.ParquetStore.text([path, ...], name)"
+            )
     with contextlib.ExitStack() as stack:
         parts: list[Store] = []
         owned = list(made)
