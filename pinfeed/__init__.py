@@ -32,6 +32,7 @@ from pinfeed.feeders.endless import endless
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.reader_feeder import wrap_readers
 from pinfeed.feeders.replay_buffer import ReplayBuffer
+from pinfeed.feeders.tar_dataset import TarDataset
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
@@ -143,6 +144,7 @@ __all__ = [
     "SparseStore",
     "Store",
     "StoreError",
+    "TarDataset",
     "TextStore",
     "VerificationError",
     "WriteBackError",

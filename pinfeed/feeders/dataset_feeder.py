@@ -286,7 +286,10 @@ def _check_dataset(dataset: Any, rows: Any) -> None:
         )
     advice = ""
     if isinstance(dataset, (str, bytes, os.PathLike)):
-        advice = "give a list of paths and a transform that reads one, or use pinfeed.Feeder(path)"
+        advice = (
+            "give a list of paths and a transform that reads one, pinfeed.TarDataset(path) for an "
+            "archive, or use pinfeed.Feeder(path)"
+        )
     elif hasattr(dataset, "batch_sampler"):
         advice = "for a loader, use pinfeed.wrap_loader(loader, threads=...)"
     elif isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):
