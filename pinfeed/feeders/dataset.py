@@ -14,7 +14,7 @@ from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import RaggedStore, Store, TextStore
-from pinfeed.tensors.argument_types import Source
+from pinfeed.tensors.argument_types import Ids, Source, Tensors
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
 
@@ -62,7 +62,7 @@ class RowDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self._tree.n_rows
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice | Ids) -> Tensors:
         """Return one row for a row index, or a batch for a slice, an array or a list of them.
 
         Raises:

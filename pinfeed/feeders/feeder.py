@@ -28,7 +28,7 @@ from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, known
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.ranks import Ranks
-from pinfeed.tensors.argument_types import Source
+from pinfeed.tensors.argument_types import BatchFunction, Ids, Source
 from pinfeed.validation.arguments import check_flag, explain_arguments
 
 if TYPE_CHECKING:
@@ -171,8 +171,8 @@ class Feeder(ResumableFeeder[T_co]):
         self: Feeder[Any],
         source: Source,
         *,
-        host_transform: Callable[..., Any] | None = None,
-        device_transform: Callable[..., Any] | None = None,
+        host_transform: BatchFunction | None = None,
+        device_transform: BatchFunction | None = None,
         **options: Unpack[FeederArguments],
     ) -> None: ...
 
@@ -183,7 +183,7 @@ class Feeder(ResumableFeeder[T_co]):
         *,
         batch_size: int | None = None,
         config: MemoryLimits | None = None,
-        rows: Order | Iterable[Any] | None = None,
+        rows: Order | Iterable[Ids] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
@@ -193,8 +193,8 @@ class Feeder(ResumableFeeder[T_co]):
         route: str | None = None,
         progress: bool = False,
         timeline: bool = False,
-        host_transform: Callable[..., Any] | None = None,
-        device_transform: Callable[..., Any] | None = None,
+        host_transform: BatchFunction | None = None,
+        device_transform: BatchFunction | None = None,
         transform_threads: int | None = None,
         verify: bool = False,
         continuous: bool | None = None,

@@ -127,7 +127,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         )
 
     @property
-    def skipped(self) -> list[tuple[int, Any, Exception]]:
+    def skipped(self) -> list[tuple[int, object, Exception]]:
         """Epoch, index and error of each sample that loops have left out, in order."""
         return [] if self._source.skipped is None else self._source.skipped.found
 

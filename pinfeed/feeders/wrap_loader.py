@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.devices import DeviceLike, is_cpu
@@ -22,7 +22,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.sample_batch import SkippedSamples
 from pinfeed.pipeline.sources.sample_source import ThreadedLoaderSource
-from pinfeed.tensors.argument_types import IdsOfBatch, Source
+from pinfeed.tensors.argument_types import BatchFunction, IdsOfBatch, Source
 from pinfeed.validation.arguments import explain_arguments
 
 if TYPE_CHECKING:
@@ -37,18 +37,18 @@ def wrap_loader(loader: Iterable[T], **options: Unpack[LoaderArguments]) -> Load
 
 @overload
 def wrap_loader(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     *,
     fetch: Mapping[Any, tuple[Source, IdsOfBatch]] | None = None,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     **options: Unpack[LoaderArguments],
 ) -> LoaderFeeder[Any]: ...
 
 
 @explain_arguments(LOADER_HINTS)
 def wrap_loader(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     *,
     device: DeviceLike = "auto",
     depth: int | None = None,
@@ -56,8 +56,8 @@ def wrap_loader(
     config: MemoryLimits | None = None,
     progress: bool = False,
     timeline: bool = False,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     threads: int | None = None,
     on_error: Literal["raise", "next", "skip"] = "raise",
     max_skipped: int = 100,

@@ -18,6 +18,7 @@ from pinfeed.stores.array import copy_runs
 from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
 from pinfeed.stores.store import Array, ReadOnly, checked_gather, in_words, run_of
+from pinfeed.tensors.argument_types import ArrowColumn
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
@@ -74,7 +75,9 @@ class ArrowStore(ReadOnly):
         tensor([1., 2., 3.], dtype=torch.float64)
     """
 
-    def __init__(self, column: Any, *, name: str = "column", indices: Any = None) -> None:
+    def __init__(
+        self, column: ArrowColumn, *, name: str = "column", indices: ArrowColumn | None = None
+    ) -> None:
         pyarrow = imported("pyarrow", name)
         if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
             raise StoreError(

@@ -28,7 +28,7 @@ from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.argument_types import Source
 
 
-def concat(sources: Mapping[str, Source] | Sequence[Source]) -> Any:
+def concat(sources: Mapping[str, Source] | Sequence[Source]) -> Source:
     """Return the rows of several sources, one after the other, as one read-only source.
 
     The first row of each source follows the last row of the source before it. Nothing is copied.

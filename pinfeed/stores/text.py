@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import StoreError
 from pinfeed.rows.indices import check_rows
@@ -12,6 +13,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.libraries import imported, is_of
 from pinfeed.stores.store import ClosedOnExit
+from pinfeed.tensors.argument_types import ArrowColumn
 
 # Bytes of a str object in a list, besides its characters.
 _STR_NBYTES = 57
@@ -49,7 +51,12 @@ class TextStore(ClosedOnExit):
     """
 
     def __init__(
-        self, column: Any, *, name: str = "column", indices: Any = None, resident_bytes: int = 0
+        self,
+        column: ArrowColumn | npt.NDArray[np.str_],
+        *,
+        name: str = "column",
+        indices: ArrowColumn | None = None,
+        resident_bytes: int = 0,
     ) -> None:
         self._texts = _checked(column, name)
         self._name = name
