@@ -160,7 +160,9 @@ class ParquetStore(ChunkedStore):
                 not text.
         """
         texts = read_texts(open_shards(path), column)
-        return TextStore(texts, name=f"column {column!r}", resident_bytes=texts.nbytes)
+        store = TextStore(texts, name=f"column {column!r}")
+        store.resident_bytes = texts.nbytes
+        return store
 
     def _open(self, shards: Sequence[ParquetShard], form: OneColumn | ParquetMatrix) -> None:
         self._shards = shards

@@ -56,7 +56,6 @@ class TextStore(ClosedOnExit):
         *,
         name: str = "column",
         indices: ArrowColumn | None = None,
-        resident_bytes: int = 0,
     ) -> None:
         self._texts = _checked(column, name)
         self._name = name
@@ -68,8 +67,8 @@ class TextStore(ClosedOnExit):
             raise StoreError(f"{name}: the column has no rows; expected at least one")
         self.mean_row_nbytes: float = _STR_NBYTES + self._texts.nbytes / max(1, n_stored)
         """Mean bytes of a row in a batch, if its characters take as many as in the column."""
-        self.resident_bytes = resident_bytes
-        """Bytes of host memory that this store owns; 0 if the caller owns the column."""
+        self.resident_bytes: int = 0
+        """Bytes of the column, if it was read for this store; 0 if the caller owns it."""
 
     def __repr__(self) -> str:
         return f"<TextStore {self._name}: {self.n_rows:,} rows of text>"
