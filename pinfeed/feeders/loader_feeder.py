@@ -326,9 +326,10 @@ class FetchStores:
                 stack.callback(tree.close)
                 if tree.ragged or tree.texts:
                     kind = "RaggedStore" if tree.ragged else "TextStore"
+                    todo = "pad the rows to one length, or " if tree.ragged else ""
                     raise ArgumentError(
-                        f"{name} has a {kind}; expected rows of one shape; pad ragged rows to one "
-                        f"length, or give the {kind} to a Feeder"
+                        f"{name} has a {kind}; expected rows of one shape; {todo}give the {kind} "
+                        "to a Feeder"
                     )
                 entries.append((key, ids_function(ids, name), tree))
             self.stores: list[Store] = [store for *_, tree in entries for store in tree.stores]
