@@ -22,14 +22,13 @@ from pinfeed.tensors.argument_types import ArrowColumn
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
-_TEXT_ADVICE = "give pinfeed.TextStore(column), or pinfeed.ParquetStore.text(path, name)"
 # Advice for types of columns that a tensor cannot have, by the name of pyarrow's test for the type.
 _REFUSED = {
     "is_temporal": 'cast it to "int64" (dataset.cast_column, or column.cast)',
     "is_dictionary": "decode it to plain numbers (column.dictionary_decode())",
     "is_struct": "flatten it into columns of its fields (dataset.flatten(), or table.flatten())",
-    "is_string": _TEXT_ADVICE,
-    "is_large_string": _TEXT_ADVICE,
+    "is_string": "give pinfeed.TextStore(column)",
+    "is_large_string": "give pinfeed.TextStore(column)",
     "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
 }
 RAGGED_ADVICE = (
@@ -170,8 +169,7 @@ def rows_of_chunk(array: Any, name: str) -> Array:
     tail: tuple[int, ...] = ()
     while True:
         kind = array.type
-        # Text with nulls is refused as text.
-        if array.null_count and kind not in (pyarrow.string(), pyarrow.large_string()):
+        if array.null_count:
             raise nulls_error(name)
         # Only for types with a shape does the storage certainly contain the numbers of the rows.
         if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):

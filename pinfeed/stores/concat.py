@@ -207,8 +207,8 @@ def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Any]) ->
     for leaf, name in zip(leaves, names, strict=True):
         if isinstance(leaf, TextStore):
             raise StoreError(
-                f"{name} is text; expected numbers; join the columns of text instead: "
-                "pyarrow.concat_tables(tables), or pinfeed.ParquetStore.text([path, ...], name)"
+                f"{name} is text; expected numbers; join the columns of text before: "
+                "pyarrow.concat_tables(tables), or give all files as one column"
             )
     with contextlib.ExitStack() as stack:
         parts: list[Store] = []

@@ -417,8 +417,14 @@ def _kind_of(shard: ParquetShard, column: str) -> Any:
 
 
 def _check_kinds(shards: Sequence[ParquetShard], column: str, label: str) -> None:
-    """Check that every file has one column of this name, always of the same type."""
+    """Check that every file has one column of this name, always of the same type, and no text."""
     kinds = [_kind_of(shard, column) for shard in shards]
+    if is_text_type(kinds[0]):
+        raise StoreError(
+            f"{label}: a column of {kinds[0]}; expected numbers or booleans, or lists of them; "
+            "give pinfeed.ParquetStore.text(path, name), or leave the column out (a dict of the "
+            "stores of the other columns)"
+        )
     for shard, kind in zip(shards, kinds, strict=True):
         if kind != kinds[0]:
             raise StoreError(

@@ -25,8 +25,8 @@ class TextStore(ClosedOnExit):
     A ``Feeder`` or a ``RowDataset`` accepts it as a source next to sources of numbers with as many
     rows. In a batch of n rows, it is a list of n ``str``, in the order of the rows; null is None.
     Reader threads make the list together with the tensors. It stays on the host, and transforms
-    receive it as it is. ``ParquetStore.text`` reads a column of Parquet files. The text columns of
-    an Arrow table or a Hugging Face dataset become text stores by themselves.
+    receive it as it is. The text columns of an Arrow table or a Hugging Face dataset become text
+    stores by themselves.
 
     Args:
         column: A ``pyarrow.ChunkedArray`` or ``pyarrow.Array`` of strings, or of a dictionary of
@@ -127,8 +127,7 @@ def _checked(column: Any, name: str) -> Any:
         found = type(column).__name__ + (f" of {kind}" if kind is not None else "")
         raise StoreError(
             f"{name}: got {found}; expected text: an Arrow column of strings, or a 1-d numpy array "
-            "of dtype str; give pyarrow.array(strings) for a list or a column of a pandas frame, "
-            "and pinfeed.ParquetStore.text(path, name) for a file"
+            "of dtype str; give pyarrow.array(strings) for a list or a column of a pandas frame"
         )
     if isinstance(column, np.ndarray):
         return column

@@ -195,7 +195,7 @@ def list_of_strings(path: Path) -> Iterator[Any]:
     yield texts(pa.array(["a", "b"])) == ["a", "b"]
 
 
-@advised(r"pyarrow.concat_tables\(tables\), or pinfeed.ParquetStore.text\(\[path, ...\], name\)")
+@advised(r"pyarrow.concat_tables\(tables\), or give all files as one column")
 def text_to_join(path: Path) -> Iterator[Any]:
     tables = [pa.table({"text": ["a", "b"]}), pa.table({"text": ["c"]})]
     files = [str(path / f"{i}.parquet") for i in range(2)]
