@@ -42,29 +42,20 @@ def main() -> None:
         make(1000).save_to_disk(folder)
         data = Dataset.load_from_disk(folder).filter(lambda row: row["label"] != 3).shuffle(seed=0)
 
-        try:
-            pinfeed.Feeder(data, batch_size=64)
-        except pinfeed.StoreError as error:
-            # The names are strings, and the error says what to do.
-            print(error)
-        numbers = data.select_columns(["image", "features", "label"])
-
-        with pinfeed.Feeder(numbers, batch_size=64, shuffle=True, seed=1) as feeder:
+        with pinfeed.Feeder(data, batch_size=64, shuffle=True, seed=1) as feeder:
             for batch in feeder.batches():
-                rows = batch.rows.tolist()
-                want = numbers.with_format("torch")[rows]
+                want = data.with_format("torch")[batch.rows.tolist()]
+                # Text is a list of strings next to the tensors of the batch.
+                assert batch.data.pop("name") == list(want["name"])
                 for name, tensor in batch.data.items():
                     assert torch.equal(tensor.cpu(), want[name].to(tensor.dtype))
             print(f"{feeder.stats.rows} rows, equal to dataset[i]")
 
+        numbers = data.select_columns(["image", "features", "label"])
         with pinfeed.RowDataset(numbers) as rows_of:
             # The same rows by index: a batch of a DataLoader is one gather.
             x = next(iter(DataLoader(rows_of, batch_size=64)))["features"]
             assert torch.equal(x, torch.tensor(numbers[:64]["features"]))
-
-        # Columns that are not numbers can be read by a wrapped DataLoader.
-        pairs = pinfeed.wrap_loader(DataLoader(data.with_format("torch"), batch_size=64))
-        assert next(iter(pairs))["name"] == data[:64]["name"]
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.loader_feeder import wrap_loader
 from pinfeed.feeders.reader_feeder import wrap_readers
 from pinfeed.feeders.replay_buffer import ReplayBuffer
+from pinfeed.feeders.tar_dataset import TarDataset
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
 from pinfeed.profiling.stats import FeederStats
@@ -49,6 +50,7 @@ from pinfeed.stores import (
     RemoteStore,
     SparseStore,
     Store,
+    TextStore,
     ZarrStore,
 )
 from pinfeed.stores.concat import concat, source_ids
@@ -142,6 +144,8 @@ __all__ = [
     "SparseStore",
     "Store",
     "StoreError",
+    "TarDataset",
+    "TextStore",
     "VerificationError",
     "WriteBackError",
     "ZarrStore",

@@ -38,7 +38,7 @@ def test_accelerate() -> None:
 
 def test_datasets(capsys: pytest.CaptureFixture[str]) -> None:
     example("huggingface_datasets").main()
-    assert "source['name']: a column of string" in capsys.readouterr().out
+    assert "897 rows, equal to dataset[i]" in capsys.readouterr().out
 
 
 def test_photos_are_turned_upright(tmp_path: Path) -> None:

@@ -82,6 +82,10 @@ def _report(options: argparse.Namespace) -> Report:
         from pinfeed.cli.inspect import inspect
 
         return inspect(options.files)
+    if options.command == "index":
+        from pinfeed.cli.index import index
+
+        return index(options.files)
     from pinfeed.cli.plan import plan
 
     return plan(options)
@@ -107,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("file", nargs="?", metavar="FILE")
     inspect = command("inspect", "List the sources in files or folders, with shapes and dtypes.")
     inspect.add_argument("files", nargs="+", metavar="FILE")
+    index = command("index", "Write the index of .tar archives that pinfeed.TarDataset reads.")
+    index.add_argument("files", nargs="+", metavar="FILE")
     _add_plan_options(command("plan", "Print the plan that a Feeder over files would have."))
     return parser
 

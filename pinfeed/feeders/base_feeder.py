@@ -19,6 +19,7 @@ from pinfeed.pipeline.sources.user_calls import BatchTransform, Seed
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.stores.store import ClosedOnExit
+from pinfeed.tensors.argument_types import State
 from pinfeed.validation.arguments import (
     check_flag,
     check_function,
@@ -183,7 +184,7 @@ class ResumableFeeder(BaseFeeder[T_co]):
         """
         self._loop.set_epoch(number)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the position of the loop, as plain values.
 
         During a training step, the batch of that step counts as done. Prefetched batches do not
@@ -191,7 +192,7 @@ class ResumableFeeder(BaseFeeder[T_co]):
         """
         return self._loop.state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next loop continue at a saved position, with the remaining batches.
 
         With ``ranks``, the state of any rank holds for all ranks, and for another world size: see

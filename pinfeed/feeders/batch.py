@@ -17,6 +17,7 @@ from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.store import Store
+from pinfeed.tensors.argument_types import Tensors
 
 
 class Batch(Generic[T_co]):
@@ -56,7 +57,7 @@ class Batch(Generic[T_co]):
     def __repr__(self) -> str:
         return f"<Batch of {len(self.rows):,} rows>"
 
-    def write_back(self, values: Any) -> None:
+    def write_back(self, values: Tensors) -> None:
         """Write ``values`` to the rows of this batch in the background.
 
         Later batches contain the new rows, even if they were prefetched before. All writes are in

@@ -13,9 +13,9 @@ from pinfeed.feeders.hints import DATASET_HINTS
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import RaggedStore, Store
+from pinfeed.stores import RaggedStore, Store, TextStore
 from pinfeed.stores.store import ClosedOnExit
-from pinfeed.tensors.argument_types import Source
+from pinfeed.tensors.argument_types import Ids, Source, Tensors
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
 
@@ -57,7 +57,7 @@ class RowDataset(ClosedOnExit, Dataset[Any]):
     def __len__(self) -> int:
         return self._tree.n_rows
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice | Ids) -> Tensors:
         """Return one row for a row index, or a batch for a slice, an array or a list of them.
 
         Raises:
@@ -107,8 +107,10 @@ class RowDataset(ClosedOnExit, Dataset[Any]):
         return [_gathered(leaf, wanted, as_samples) for leaf in self._tree.leaves]
 
 
-def _gathered(leaf: Store | RaggedStore, rows: Rows, as_samples: bool) -> Any:
+def _gathered(leaf: Store | RaggedStore | TextStore, rows: Rows, as_samples: bool) -> Any:
     """Return rows of one leaf of a source; a list of ragged ones if they are samples."""
+    if isinstance(leaf, TextStore):
+        return leaf.read(rows)
     if not isinstance(leaf, RaggedStore):
         out = np.empty((len(rows), *leaf.row_shape), leaf.dtype)
         leaf.gather(rows, out)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, Literal, cast
 
 from pinfeed.devices import DeviceLike
 from pinfeed.errors import ArgumentError
@@ -25,6 +25,7 @@ from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ranks import Ranks
+from pinfeed.tensors.argument_types import BatchFunction, Collate, MapDataset, SampleFunction
 from pinfeed.validation.arguments import check_flag, check_function, explain_arguments, whole_number
 
 MAX_THREADS = 1024
@@ -33,8 +34,8 @@ MAX_THREADS = 1024
 
 @explain_arguments(SAMPLE_HINTS)
 def wrap_dataset(
-    dataset: Any,
-    transform: Callable[..., Any] | None = None,
+    dataset: MapDataset,
+    transform: SampleFunction | None = None,
     *,
     batch_size: int | None = None,
     config: MemoryLimits | None = None,
@@ -44,8 +45,8 @@ def wrap_dataset(
     seed: int = 0,
     drop_last: bool = False,
     ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    collate_fn: Collate | None = None,
+    device_transform: BatchFunction | None = None,
     on_error: Literal["raise", "next", "skip"] = "raise",
     max_skipped: int = 100,
     reproducible: bool = True,
@@ -163,7 +164,7 @@ def wrap_dataset(
     read_batch = batch_reader(dataset) if skipped is None else None
     samples = Samples(
         SampleMaker(dataset.__getitem__, transform, seed, reproducible, read_batch),
-        len(dataset),
+        len(cast(Sized, dataset)),
         n_threads if depth else 0,
         collate_fn,
         skipped,
@@ -282,7 +283,10 @@ def _check_dataset(dataset: Any, rows: Any) -> None:
         )
     advice = ""
     if isinstance(dataset, (str, bytes, os.PathLike)):
-        advice = "give a list of paths and a transform that reads one, or use pinfeed.Feeder(path)"
+        advice = (
+            "give a list of paths and a transform that reads one, pinfeed.TarDataset(path) for an "
+            "archive, or use pinfeed.Feeder(path)"
+        )
     elif hasattr(dataset, "batch_sampler"):
         advice = "for a loader, use pinfeed.wrap_loader(loader, threads=...)"
     elif isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):

@@ -21,12 +21,13 @@ from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, engine_schedule
 from pinfeed.pipeline.sources.row_source import RowSource
+from pinfeed.pipeline.sources.text_rows import row_source
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, known
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.ranks import Ranks
-from pinfeed.tensors.argument_types import Source
+from pinfeed.tensors.argument_types import BatchFunction, Ids, Source
 from pinfeed.validation.arguments import check_flag, explain_arguments
 
 if TYPE_CHECKING:
@@ -167,8 +168,8 @@ class Feeder(ResumableFeeder[T_co]):
         self: Feeder[Any],
         source: Source,
         *,
-        host_transform: Callable[..., Any] | None = None,
-        device_transform: Callable[..., Any] | None = None,
+        host_transform: BatchFunction | None = None,
+        device_transform: BatchFunction | None = None,
         **options: Unpack[FeederArguments],
     ) -> None: ...
 
@@ -179,7 +180,7 @@ class Feeder(ResumableFeeder[T_co]):
         *,
         batch_size: int | None = None,
         config: MemoryLimits | None = None,
-        rows: Order | Iterable[Any] | None = None,
+        rows: Order | Iterable[Ids] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
@@ -189,8 +190,8 @@ class Feeder(ResumableFeeder[T_co]):
         route: str | None = None,
         progress: bool = False,
         timeline: bool = False,
-        host_transform: Callable[..., Any] | None = None,
-        device_transform: Callable[..., Any] | None = None,
+        host_transform: BatchFunction | None = None,
+        device_transform: BatchFunction | None = None,
         transform_threads: int | None = None,
         verify: bool = False,
         continuous: bool | None = None,
@@ -330,7 +331,8 @@ class Feeder(ResumableFeeder[T_co]):
         self._is_limited = config is not None
         self._transforms = transforms
         reads = self._reads
-        self._source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
+        source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
+        self._source = row_source(source, tree.texts)
         if options.continuous is None:
             # Files show whether they have changed; arrays and functions of the user do not.
             continuous = (
@@ -347,7 +349,7 @@ class Feeder(ResumableFeeder[T_co]):
         tree = self._stores
         config = selection.config
         depth = options.depth
-        is_ragged = bool(tree.ragged)
+        is_ragged = bool(tree.ragged or tree.texts)
         schedule = choose_schedule(
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
         )

@@ -26,7 +26,7 @@ from pinfeed.pipeline.sources.sample_batch import SkippedSamples
 from pinfeed.pipeline.sources.sample_source import ThreadedLoaderSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.stores.store import Store
-from pinfeed.tensors.argument_types import IdsOfBatch, Source
+from pinfeed.tensors.argument_types import BatchFunction, IdsOfBatch, Source
 from pinfeed.validation.arguments import explain_arguments
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         )
 
     @property
-    def skipped(self) -> list[tuple[int, Any, Exception]]:
+    def skipped(self) -> list[tuple[int, object, Exception]]:
         """Epoch, index and error of each sample that loops have left out, in order."""
         return [] if self._source.skipped is None else self._source.skipped.found
 
@@ -336,10 +336,12 @@ class FetchStores:
                 name = f"fetch[{key!r}]"
                 tree = StoreTree(source, name)
                 stack.callback(tree.close)
-                if tree.ragged:
+                if tree.ragged or tree.texts:
+                    kind = "RaggedStore" if tree.ragged else "TextStore"
+                    todo = "pad the rows to one length, or " if tree.ragged else ""
                     raise ArgumentError(
-                        f"{name} has a RaggedStore; expected rows of one shape; pad the rows to "
-                        "one length, or give the RaggedStore to a Feeder"
+                        f"{name} has a {kind}; expected rows of one shape; {todo}give the {kind} "
+                        "to a Feeder"
                     )
                 entries.append((key, ids_function(ids, name), tree))
             self.stores: list[Store] = [store for *_, tree in entries for store in tree.stores]
@@ -383,18 +385,18 @@ def wrap_loader(loader: Iterable[T], **options: Unpack[LoaderArguments]) -> Load
 
 @overload
 def wrap_loader(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     *,
     fetch: Mapping[Any, tuple[Source, IdsOfBatch]] | None = None,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     **options: Unpack[LoaderArguments],
 ) -> LoaderFeeder[Any]: ...
 
 
 @explain_arguments(LOADER_HINTS)
 def wrap_loader(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     *,
     device: DeviceLike = "auto",
     depth: int | None = None,
@@ -402,8 +404,8 @@ def wrap_loader(
     config: MemoryLimits | None = None,
     progress: bool = False,
     timeline: bool = False,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     threads: int | None = None,
     on_error: Literal["raise", "next", "skip"] = "raise",
     max_skipped: int = 100,

@@ -116,6 +116,10 @@ class _Sums:
 
 def _check(tree: StoreTree, axis: int | None) -> None:
     """Raise ArgumentError if a part has no such statistics."""
+    if tree.texts:
+        raise ArgumentError(
+            "mean_and_std(source): the source has text; expected numbers; leave the text out"
+        )
     if tree.ragged:
         raise ArgumentError(
             "mean_and_std(source): the source has ragged rows; give the values of the RaggedStore, "

@@ -25,6 +25,7 @@ from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.sample_maker import SampleThreads
 from pinfeed.pipeline.sources.sample_source import Samples, SampleSource
 from pinfeed.pipeline.sources.source import Source
+from pinfeed.pipeline.sources.text_rows import row_source
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
@@ -110,6 +111,7 @@ def _run_rows(
     ragged = [RaggedReads(one, list(map(DirectReads, one.parts))) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
+    source = row_source(source, tree.texts)
     rows_nbytes = n_rows * (sum(map(row_nbytes, tree.stores)) + tree.made_row_nbytes)
     # The bounds of ragged rows do not count: their share is larger in small rows than in large
     # ones.

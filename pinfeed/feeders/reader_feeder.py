@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pinfeed.devices import DeviceLike
@@ -18,7 +18,7 @@ from pinfeed.pipeline.sources.sample_maker import SampleThreads
 from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader
 from pinfeed.rows.order_batches import OrderBatches, RankBatches
 from pinfeed.rows.ranks import Ranks
-from pinfeed.tensors.argument_types import DTypeLike
+from pinfeed.tensors.argument_types import DTypeLike, JoinSamples, ReadSamples
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, whole_number
 
@@ -28,18 +28,18 @@ _MAX_READERS = 1024
 
 @explain_arguments(READER_HINTS)
 def wrap_readers(
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
+    inputs: Sequence[object],
+    outputs: Sequence[object],
     *,
-    read_input: Callable[[Any], Iterable[Any]],
-    get_output: Callable[[Any], Iterable[Any]],
+    read_input: ReadSamples,
+    get_output: ReadSamples,
     batch_size: int,
     one_read_count: int = 1,
     n_readers: int = 1,
     depth: int = 2,
     device: DeviceLike = "auto",
-    apply_on_input_batch: Callable[[Iterator[Any]], Any] | None = None,
-    apply_on_output_batch: Callable[[Iterator[Any]], Any] | None = None,
+    apply_on_input_batch: JoinSamples | None = None,
+    apply_on_output_batch: JoinSamples | None = None,
     input_dtype: DTypeLike | None = None,
     output_dtype: DTypeLike | None = None,
     shuffle: bool = False,

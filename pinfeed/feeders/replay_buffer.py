@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from pinfeed.feeders.replay_feeder import ReplayFeeder, ReplaySource
 from pinfeed.memory.limits import check_depth
 from pinfeed.stores.ring_layout import RingLayout, checked_parts
 from pinfeed.stores.transition_ring import Draw, TransitionRing
-from pinfeed.tensors.argument_types import Numbers
+from pinfeed.tensors.argument_types import BatchFunction, DTypeLike, Numbers, State
 from pinfeed.validation.arguments import (
     check_path,
     check_seed,
@@ -92,7 +92,7 @@ class ReplayBuffer:
     def __init__(
         self,
         capacity: int,
-        parts: Mapping[str, tuple[tuple[int, ...], Any]],
+        parts: Mapping[str, tuple[tuple[int, ...], DTypeLike]],
         *,
         n_envs: int = 1,
         next_of: Mapping[str, str] | None = None,
@@ -177,7 +177,7 @@ class ReplayBuffer:
     def beta(self, value: float) -> None:
         self._prioritized("beta").beta = real_number(value, "beta", least=0)
 
-    def add(self, **values: Any) -> None:
+    def add(self, **values: Numbers) -> None:
         """Add a transition of each environment, in place of the oldest ones.
 
         The call copies the values. Any thread may make it.
@@ -203,7 +203,7 @@ class ReplayBuffer:
         n: int | None = None,
         depth: int = 0,
         device: DeviceLike = "auto",
-        device_transform: Callable[..., Any] | None = None,
+        device_transform: BatchFunction | None = None,
         progress: bool = False,
         timeline: bool = False,
     ) -> ReplayFeeder:
@@ -284,7 +284,7 @@ class ReplayBuffer:
             is_kept = ring.is_kept(numbers)
             draws.update(ring.rows_of(numbers[is_kept].astype(np.int64)), values[is_kept])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return a copy of all transitions, priorities and the state of the generator.
 
         No other thread can add a transition until they are copied. Batches that were drawn ahead

@@ -13,6 +13,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ranks import Ranks
 from pinfeed.stores.store import Store
+from pinfeed.tensors.argument_types import Ids
 
 Tensor = torch.Tensor
 TensorSource = npt.NDArray[Any] | torch.Tensor | Store
@@ -44,7 +45,7 @@ class FeederArguments(LoopArguments, total=False):
 
     batch_size: int | None
     config: MemoryLimits | None
-    rows: Order | Iterable[Any] | None
+    rows: Order | Iterable[Ids] | None
     shuffle: bool
     seed: int
     drop_last: bool

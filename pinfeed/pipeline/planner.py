@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import Store, row_nbytes
+from pinfeed.stores.text import TextStore
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,11 @@ class Planner:
             )
             found += nbytes.allocations(depth, unified=unified)
         found += self._order_items
-        resident = _resident([*self.tree.stores, *self.tree.ragged])
-        return [*found, resident] if resident.total else found
+        text_nbytes = math.ceil(batch_size * sum(one.mean_row_nbytes for one in self.tree.texts))
+        n = n_batches(depth)
+        found.append(Allocation("texts of batches, on average", "host", n, text_nbytes))
+        found.append(_resident([*self.tree.stores, *self.tree.ragged, *self.tree.texts]))
+        return [item for item in found if item.total]
 
     @functools.cached_property
     def _order_items(self) -> list[Allocation]:
@@ -289,7 +294,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     return dataclasses.replace(choice, resident=(resident,))
 
 
-def _resident(stores: Iterable[Store | RaggedStore]) -> Allocation:
+def _resident(stores: Iterable[Store | RaggedStore | TextStore]) -> Allocation:
     """Return the memory that stores need in addition to their rows."""
     nbytes = sum(store.resident_bytes for store in stores)
     return Allocation("buffers and indices of the stores", "host", 1, nbytes)

@@ -26,6 +26,7 @@ from pinfeed.stores.host_rows import memory_rows_of
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import is_store, row_nbytes
+from pinfeed.stores.text import TextStore, is_text
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
@@ -43,7 +44,8 @@ class StoreTree:
     """Stores with equally many rows, in the structure that the user gave.
 
     A batch has one part for each store in ``stores``, followed by those of each one in
-    ``ragged``: one for each part of its items, and one for the bounds of its rows.
+    ``ragged``: one for each part of its items, and one for the bounds of its rows. Lists of the
+    rows of each one in ``texts`` follow.
 
     Args:
         source: Source as ``Feeder`` takes it. The tree opens leaves that are not stores, and
@@ -67,7 +69,10 @@ class StoreTree:
                 (f"{name}{path}", self._open(leaf, f"{name}{path}")) for path, leaf in found
             ]
             self.leaves = [leaf for _, leaf in self._leaves]
-            self.stores = [leaf for leaf in self.leaves if not isinstance(leaf, RaggedStore)]
+            self.texts = [leaf for leaf in self.leaves if isinstance(leaf, TextStore)]
+            self.stores = [
+                leaf for leaf in self.leaves if not isinstance(leaf, (RaggedStore, TextStore))
+            ]
             self.ragged: Sequence[RaggedStore] = [
                 leaf for leaf in self.leaves if isinstance(leaf, RaggedStore)
             ]
@@ -78,7 +83,7 @@ class StoreTree:
                 if isinstance(leaf, (str, os.PathLike))
             ]
             self._require_equal_lengths(given_as_path)
-            if not self.ragged:
+            if not self.ragged and not self.texts:
                 _require_columns(source, self.stores)
                 if len(given_as_path) > 1:
                     from_paths = frozenset(map(id, given_as_path))
@@ -97,7 +102,8 @@ class StoreTree:
     def row_nbytes(self) -> int:
         """Bytes of a row of all stores together, on average."""
         ragged = sum(store.mean_row_nbytes for store in self.ragged)
-        return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
+        texts = sum(store.mean_row_nbytes for store in self.texts)
+        return sum(map(row_nbytes, self.stores)) + math.ceil(ragged + texts)
 
     @property
     def parts_of_ragged(self) -> list[Store]:
@@ -112,7 +118,7 @@ class StoreTree:
     @property
     def only_reads_files(self) -> bool:
         """Whether all rows are in files that are open for reading, by code of pinfeed."""
-        return all(map(only_reads_files, (*self.stores, *self.parts_of_ragged)))
+        return not self.texts and all(map(only_reads_files, (*self.stores, *self.parts_of_ragged)))
 
     def may_have_engine(self, *, is_limited: bool) -> bool:
         """Return whether an engine can gather the rows of all stores, if all files are in memory.
@@ -120,7 +126,7 @@ class StoreTree:
         Args:
             is_limited: Whether host memory has a limit, which may not hold the files.
         """
-        if library() is None or self.ragged:
+        if library() is None or self.ragged or self.texts:
             return False
         return all(
             store.can_be_memory_rows and not is_limited
@@ -132,7 +138,7 @@ class StoreTree:
     @property
     def rebuild(self) -> Rebuild:
         """Function that builds a batch, in the structure of the source, from its parts."""
-        return self._rebuild if self.ragged else self.structure
+        return self._rebuild if self.ragged or self.texts else self.structure
 
     def close(self) -> None:
         """Close all stores that the tree opened, and raise the first error."""
@@ -144,6 +150,7 @@ class StoreTree:
     def write_check(self) -> WriteCheck:
         """Check of the values that are to be written back."""
         items = {name: leaf.parts for name, leaf in self._leaves if isinstance(leaf, RaggedStore)}
+        items.update({name: [] for name, leaf in self._leaves if isinstance(leaf, TextStore)})
         names = [name for name, _ in self._leaves if name not in items]
         return WriteCheck(names, self.stores, items)
 
@@ -161,7 +168,9 @@ class StoreTree:
         """
         tensors = (tensor for _, tensor in flatten(data)[0])
         for name, store in self._leaves:
-            if isinstance(store, RaggedStore):
+            if isinstance(store, TextStore):
+                differs = np.array([next(tensors) != text for text in store.read(rows)], np.bool_)
+            elif isinstance(store, RaggedStore):
                 differs = _ragged_differences(store, rows, tensors, copy_to_host)
             else:
                 expected = np.empty((len(rows), *store.row_shape), store.dtype)
@@ -176,7 +185,7 @@ class StoreTree:
                     "runs, change rows by write_back only, or give depth=0"
                 )
 
-    def _require_equal_lengths(self, given_as_path: Sequence[Store | RaggedStore]) -> None:
+    def _require_equal_lengths(self, given_as_path: Sequence[object]) -> None:
         """Check that all stores have equally many rows.
 
         Args:
@@ -197,17 +206,23 @@ class StoreTree:
         )
 
     def _rebuild(self, parts: Iterator[Any]) -> Any:
-        """Build a batch from its parts: one of each store, then those of each ragged store."""
+        """Build a batch from its parts: those of each store, ragged store and text store."""
         fixed = iter([next(parts) for _ in self.stores])
-        return self.structure(
-            leaf.batch(parts) if isinstance(leaf, RaggedStore) else next(fixed)
-            for leaf in self.leaves
-        )
+        ragged = iter([store.batch(parts) for store in self.ragged])
 
-    def _open(self, leaf: Any, name: str) -> Store | RaggedStore:
+        def part_of(leaf: Store | RaggedStore | TextStore) -> Any:
+            if isinstance(leaf, RaggedStore):
+                return next(ragged)
+            return next(parts if isinstance(leaf, TextStore) else fixed)
+
+        return self.structure(map(part_of, self.leaves))
+
+    def _open(self, leaf: Any, name: str) -> Store | RaggedStore | TextStore:
         """Return the store of a leaf, which is checked if it is a store itself."""
-        if isinstance(leaf, RaggedStore):
+        if isinstance(leaf, (RaggedStore, TextStore)):
             return leaf
+        if is_text(leaf):
+            return TextStore(leaf, name=name)
         if is_store(leaf):
             return _checked(leaf, name)
         store = open_store(leaf, name)
@@ -215,8 +230,10 @@ class StoreTree:
         return store
 
 
-def _described(name: str, leaf: Store | RaggedStore) -> list[str]:
+def _described(name: str, leaf: Store | RaggedStore | TextStore) -> list[str]:
     """Return the name, shape and dtype of the rows of each part, as the representation shows it."""
+    if isinstance(leaf, TextStore):
+        return [f"{name} text"]
     if not isinstance(leaf, RaggedStore):
         return [f"{name} {leaf.row_shape} {leaf.dtype}"]
     return [

@@ -23,8 +23,8 @@ class WriteCheck:
     Args:
         names: Name of each store, which begins with ``source``.
         stores: Stores of the feeder.
-        ragged: Parts of the items of each ragged store of the feeder, by its name. Ragged rows are
-            read-only.
+        ragged: Parts of the items of each ragged store of the feeder, by its name; text has none.
+            Ragged rows and text are read-only.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class WriteCheck:
                 "for unchanged rows"
             )
         given = {f"source{path}": value for path, value in flatten(values)[0]}
-        for name in self._ragged:
-            self._require_none(name, given)
+        for name, parts in self._ragged.items():
+            self._require_none(name, parts, given)
         if given.keys() != self._name_set:
             structure = ", in the structure of the source; give None for a store without changes"
             raise WriteBackError(
@@ -72,13 +72,13 @@ class WriteCheck:
         return tensors
 
     @staticmethod
-    def _require_none(name: str, given: Mapping[str, Any]) -> None:
-        """Raise WriteBackError if there are values for a ragged store."""
+    def _require_none(name: str, parts: Sequence[Store], given: Mapping[str, Any]) -> None:
+        """Raise WriteBackError if there are values for a ragged store, or text without parts."""
         for path, value in given.items():
             if value is not None and (path == name or path.startswith((f"{name}[", f"{name}."))):
+                kind = "ragged, read-only rows" if parts else "read-only text"
                 raise WriteBackError(
-                    f"write_back to {name}, which has ragged, read-only rows; give None instead of "
-                    "its values"
+                    f"write_back to {name}, which has {kind}; give None instead of its values"
                 )
 
     @property

@@ -7,7 +7,7 @@ the earlier ones, so an epoch needs no memory, and resumes anywhere. Orders can 
 # The classes of the package:
 #
 # - sequential, shuffled and drawn return the rows of the store, a permutation of them, or random
-#   rows with replacement (orders.py).
+#   rows with replacement (orders.py). weighted draws rows by weight (weighted.py).
 # - block_shuffled and chunk_shuffled visit blocks in random order, and mix the rows within windows
 #   of several blocks (BlockOrder in blocks.py).
 # - where and split number some of the rows, and take these numbers in any order (Subset in
@@ -41,6 +41,7 @@ from pinfeed.rows.ragged_batches import element_batches
 from pinfeed.rows.ranks import per_rank
 from pinfeed.rows.row_lengths import bucketed
 from pinfeed.rows.subsets import split, where
+from pinfeed.rows.weighted import weighted
 
 __all__ = [
     "Order",
@@ -55,6 +56,7 @@ __all__ = [
     "sequential",
     "shuffled",
     "split",
+    "weighted",
     "where",
 ]
 

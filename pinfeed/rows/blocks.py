@@ -10,7 +10,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -50,7 +49,7 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
     )
 
 
-def chunk_shuffled(store: Any, seed: int = 0, *, window_chunks: int = 16) -> Order:
+def chunk_shuffled(store: object, seed: int = 0, *, window_chunks: int = 16) -> Order:
     """Return a random order of the chunks of a store, which decodes each chunk about once.
 
     The order visits the chunks in random order, and mixes the rows within each window of

@@ -23,8 +23,8 @@ Until = Literal["first", "all"] | int
 
 
 def mixed(
-    sources: Mapping[str, Any],
-    weights: Mapping[str, Any] | Sequence[tuple[int, Mapping[str, Any]]] | None = None,
+    sources: Mapping[str, object],
+    weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None = None,
     *,
     until: Until = "first",
     order: Order | Mapping[str, Order] | None = None,

@@ -108,13 +108,24 @@ def draws(n: int, salt: str) -> Callable[[Numbers], Numbers]:
         n: Number of values, at least 1.
         salt: Text that the draws are a function of.
     """
+    numbers = _random_words(salt)
+    return lambda positions: (numbers(positions) % np.uint64(n)).astype(np.int64)
+
+
+def uniforms(salt: str) -> Callable[[Numbers], npt.NDArray[np.float64]]:
+    """Return independent numbers as a function of positions, uniform multiples of 2^-53 in [0, 1).
+
+    Args:
+        salt: Text that the numbers are a function of.
+    """
+    numbers = _random_words(salt)
+    return lambda positions: (numbers(positions) >> np.uint64(11)) * np.float64(2**-53)
+
+
+def _random_words(salt: str) -> Callable[[Numbers], npt.NDArray[np.uint64]]:
+    """Return the outputs of SplitMix64 as a function of positions."""
     key = keys_of(salt, 1)[0]
-
-    def at(positions: Numbers) -> Numbers:
-        states = positions.astype(np.uint64) * _GOLDEN + key
-        return (_mix(states) % np.uint64(n)).astype(np.int64)
-
-    return at
+    return lambda positions: _mix(positions.astype(np.uint64) * _GOLDEN + key)
 
 
 def _add(x: Words, random: Words, size: int, spare: Words) -> None:

@@ -92,7 +92,11 @@ def split(
 
 
 def split(
-    sizes: Any, seed: int = 0, *, order: Order | None = None, block_rows: int = 1
+    sizes: Sequence[float] | Mapping[Any, float],
+    seed: int = 0,
+    *,
+    order: Order | None = None,
+    block_rows: int = 1,
 ) -> tuple[Order, ...] | dict[Any, Order]:
     """Split the rows at random into disjoint parts, such as training and validation rows.
 

@@ -11,4 +11,5 @@ from pinfeed.stores.ragged import RaggedStore as RaggedStore
 from pinfeed.stores.remote import RemoteStore as RemoteStore
 from pinfeed.stores.sparse import SparseStore as SparseStore
 from pinfeed.stores.store import Store as Store
+from pinfeed.stores.text import TextStore as TextStore
 from pinfeed.stores.zarr import ZarrStore as ZarrStore

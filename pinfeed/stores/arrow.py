@@ -16,6 +16,7 @@ from pinfeed.stores.array import ArrayStore, ConcatStore
 from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
 from pinfeed.stores.store import Array, ReadOnly, checked_gather, in_words
+from pinfeed.tensors.argument_types import ArrowColumn
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
@@ -24,6 +25,8 @@ _REFUSED = {
     "is_temporal": 'cast it to "int64" (dataset.cast_column, or column.cast)',
     "is_dictionary": "decode it to plain numbers (column.dictionary_decode())",
     "is_struct": "flatten it into columns of its fields (dataset.flatten(), or table.flatten())",
+    "is_string": "give pinfeed.TextStore(column)",
+    "is_large_string": "give pinfeed.TextStore(column)",
     "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
 }
 RAGGED_ADVICE = (
@@ -69,7 +72,9 @@ class ArrowStore(ReadOnly):
         tensor([1., 2., 3.], dtype=torch.float64)
     """
 
-    def __init__(self, column: Any, *, name: str = "column", indices: Any = None) -> None:
+    def __init__(
+        self, column: ArrowColumn, *, name: str = "column", indices: ArrowColumn | None = None
+    ) -> None:
         pyarrow = imported("pyarrow", name)
         if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
             raise StoreError(

@@ -20,11 +20,12 @@ from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import Array, Store, is_store
+from pinfeed.stores.text import TextStore
 from pinfeed.stores.window_store import WindowStore
 from pinfeed.tensors.argument_types import Source
 
 
-def concat(sources: Mapping[str, Source] | Sequence[Source]) -> Any:
+def concat(sources: Mapping[str, Source] | Sequence[Source]) -> Source:
     """Return the rows of several sources, one after the other, as one read-only source.
 
     The first row of each source follows the last row of the source before it. Nothing is copied.
@@ -115,7 +116,7 @@ def _named(sources: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Store]) -> Any:
+def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Any]) -> Any:
     """Return the rows of the leaves, one after the other, as one store.
 
     Args:
@@ -125,6 +126,12 @@ def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Store]) 
     """
     if any(isinstance(leaf, RaggedStore) for leaf in leaves):
         return _concat_ragged(leaves, names)
+    for leaf, name in zip(leaves, names, strict=True):
+        if isinstance(leaf, TextStore):
+            raise StoreError(
+                f"{name} is text; expected numbers; join the columns of text before: "
+                "pyarrow.concat_tables(tables), or give all files as one column"
+            )
     with contextlib.ExitStack() as stack:
         parts: list[Store] = []
         owned = list(made)

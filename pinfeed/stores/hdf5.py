@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from pinfeed.stores.raw_chunks import Box, HDF5Chunks
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import explain_arguments
+
+if TYPE_CHECKING:
+    import h5py
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10
@@ -82,7 +85,9 @@ class HDF5Store(ChunkedArray):
     _decoding_chunks = 3
 
     @explain_arguments({})
-    def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
+    def __init__(
+        self, source: Path | h5py.Dataset, name: str | None = None, *, as_stored: bool = False
+    ) -> None:
         imported("h5py", "HDF5Store")
         super().__init__(source, name, as_stored=as_stored, kind=("h5py", "Dataset"))
 

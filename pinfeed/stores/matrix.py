@@ -247,7 +247,7 @@ class MatrixStore(FileStore):
     def __init__(
         self,
         source: Source,
-        columns: Sequence[Any] | None = None,
+        columns: Sequence[object] | None = None,
         *,
         dtype: DTypeLike | None = None,
         missing: float | None = None,

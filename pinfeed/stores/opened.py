@@ -21,6 +21,7 @@ from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import file_key, has_protocol, mapping_at
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.store import Array, Store, is_store
+from pinfeed.stores.text import TextStore, is_text
 from pinfeed.stores.window_store import AxisWindow, WindowStore
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.tensors.pytree import Rebuild, flatten
@@ -32,7 +33,11 @@ _EXPECTED = "expected numbers or booleans"
 # Advice for types of columns that a tensor cannot have, by the name of the type without parameters.
 _PANDAS_ADVICE = {
     "category": "give its numbers: df[name].cat.codes",
-    **dict.fromkeys(("str", "string"), "number the texts: pandas.factorize(df[name])[0]"),
+    **dict.fromkeys(
+        ("str", "string"),
+        "give pinfeed.TextStore(pyarrow.array(df[name])), or number the texts: "
+        "pandas.factorize(df[name])[0]",
+    ),
     **dict.fromkeys(
         ("datetime64", "timedelta64", "period"), 'convert it: df[name].astype("int64")'
     ),
@@ -45,7 +50,10 @@ _PANDAS_ADVICE = {
 }
 _POLARS_ADVICE = {
     **dict.fromkeys(("Categorical", "Enum"), "give its numbers: df[name].to_physical()"),
-    "String": "number the texts: df[name].cast(polars.Categorical).to_physical()",
+    "String": (
+        "give pinfeed.TextStore(df[name].to_arrow()), or number the texts: "
+        "df[name].cast(polars.Categorical).to_physical()"
+    ),
     **dict.fromkeys(("Date", "Datetime", "Duration", "Time"), "convert it: df[name].to_physical()"),
     "Decimal": "convert it: df[name].cast(polars.Float64)",
     "Struct": "give its fields as columns: df.unnest(name)",
@@ -83,7 +91,7 @@ def _store_of_array(source: Any, name: str) -> Store | None:
     return next(filter(None, (one.store_of(source) for one in FORMATS.values())), None)
 
 
-def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
+def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store | TextStore] | None:
     """Return a store for each column of a table, a dataset, a frame or a file with a table.
 
     Columns of a frame share its memory if they are one numpy or Arrow array of numbers. Others may
@@ -109,7 +117,7 @@ def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
     return _arrow_columns(source, name)
 
 
-def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
+def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore | TextStore] | None:
     """Return a store for each column of a pyarrow.Table or of a Hugging Face dataset; else None.
 
     The columns and rows of a dataset are those that ``dataset[i]`` shows.
@@ -123,11 +131,14 @@ def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
         return None
     columns, indices = found
     stores = {
-        column: ArrowStore(values, name=f"{name}[{column!r}]", indices=indices)
+        column: (TextStore if is_text(values) else ArrowStore)(
+            values, name=f"{name}[{column!r}]", indices=indices
+        )
         for column, values in columns.items()
     }
     if _is_dataset(source) and (kind := source.format["type"]) in ("numpy", "torch"):
-        _check_format(kind, source[0], stores, name)
+        numbers = {column: one for column, one in stores.items() if isinstance(one, ArrowStore)}
+        _check_format(kind, source[0], numbers, name)
     return stores
 
 
@@ -215,7 +226,9 @@ def _is_store_or_array(value: Any) -> bool:
     return is_store(value) or is_array or any(one.is_group(value) for one in formats)
 
 
-def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, list[Store]]:
+def leaves_of(
+    source: Any, name: str
+) -> tuple[list[tuple[str, Any]], Rebuild, list[Store | TextStore]]:
     """Flatten a source into its leaves, with the columns of each table, dataset, frame and file.
 
     Args:

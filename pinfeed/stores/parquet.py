@@ -24,9 +24,11 @@ from pinfeed.stores.parquet_files import (
     ParquetShard,
     open_shards,
     pyarrow_errors,
+    read_texts,
 )
 from pinfeed.stores.paths import Path, has_protocol
 from pinfeed.stores.store import Array
+from pinfeed.stores.text import TextStore
 from pinfeed.tensors.argument_types import DTypeLike
 from pinfeed.validation.arguments import explain_arguments
 
@@ -139,6 +141,28 @@ class ParquetStore(ChunkedStore):
                 store._open(shards, OneColumn.of(shards, name))
             stores[name] = store
         return stores
+
+    @classmethod
+    def text(cls, path: Path | Sequence[Path], column: str) -> TextStore:
+        """Read a column of text of Parquet files into memory.
+
+        Args:
+            path: As for the class.
+            column: Name of the column.
+
+        Returns:
+            The texts, whose batches are lists of ``str``.
+
+        Raises:
+            MissingDependency: As for the class.
+            FileMissing: As for the class.
+            StoreError: If a file is not a Parquet file, or the column is missing, has no rows or is
+                not text.
+        """
+        texts = read_texts(open_shards(path), column)
+        store = TextStore(texts, name=f"column {column!r}")
+        store.resident_bytes = texts.nbytes
+        return store
 
     def _open(self, shards: Sequence[ParquetShard], form: OneColumn | ParquetMatrix) -> None:
         self._shards = shards

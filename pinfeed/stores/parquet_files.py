@@ -26,6 +26,7 @@ from pinfeed.stores.libraries import and_more, imported, library_errors
 from pinfeed.stores.matrix import MatrixColumns
 from pinfeed.stores.paths import Path, file_size, file_version, local_paths
 from pinfeed.stores.store import Array
+from pinfeed.stores.text import is_text_type
 
 # Name of the folder of rows without a value, as Hive writes it.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
@@ -42,6 +43,8 @@ _PIECE_BYTES = 128 << 10
 # Rows of a matrix are decoded in pieces of this size, which the caches of a core hold while columns
 # are copied into it.
 _MATRIX_PIECE_BYTES = 1 << 20
+# Rows of text that are decoded at a time.
+_TEXT_PIECE_ROWS = 1 << 14
 # Each column of a piece takes some microseconds, whatever its length.
 _LEAST_PIECE_ROWS = 1024
 
@@ -239,6 +242,31 @@ def _partition_value(shard: ParquetShard, name: str, label: str) -> int | float 
     )
 
 
+def read_texts(shards: Sequence[ParquetShard], column: str) -> Any:
+    """Return a column of text of files, as one ``pyarrow.Array`` in memory.
+
+    Raises:
+        StoreError: If a file does not have the column, or it is not text.
+    """
+    import pyarrow
+
+    pieces = []
+    # Joined texts may have more than 2 GiB.
+    kind = pyarrow.large_string()
+    for shard in shards:
+        with pyarrow_errors(f"{shard.path}, column {column!r}"):
+            found = _kind_of(shard, column)
+            if not is_text_type(found):
+                raise StoreError(
+                    f"{shard.path}: column {column!r} has {found}; expected text; give "
+                    "pinfeed.ParquetStore(path, column) for numbers"
+                )
+            for group in shard.groups:
+                batches = shard.read(group, [column], _TEXT_PIECE_ROWS)
+                pieces += [batch.column(column).cast(kind) for batch in batches]
+    return pyarrow.chunked_array(pieces, kind).combine_chunks()
+
+
 @dataclass(frozen=True)
 class OneColumn:
     """A column of numbers or of (nested) lists of numbers, each of which is a row."""
@@ -389,8 +417,14 @@ def _kind_of(shard: ParquetShard, column: str) -> Any:
 
 
 def _check_kinds(shards: Sequence[ParquetShard], column: str, label: str) -> None:
-    """Check that every file has one column of this name, always of the same type."""
+    """Check that every file has one column of this name, always of the same type, and no text."""
     kinds = [_kind_of(shard, column) for shard in shards]
+    if is_text_type(kinds[0]):
+        raise StoreError(
+            f"{label}: a column of {kinds[0]}; expected numbers or booleans, or lists of them; "
+            "give pinfeed.ParquetStore.text(path, name), or leave the column out (a dict of the "
+            "stores of the other columns)"
+        )
     for shard, kind in zip(shards, kinds, strict=True):
         if kind != kinds[0]:
             raise StoreError(

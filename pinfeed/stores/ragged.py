@@ -18,7 +18,7 @@ from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
 from pinfeed.stores.ragged_parts import ItemParts, check_offsets, read_offsets
 from pinfeed.stores.store import Array, ClosedOnExit, Store, row_nbytes
-from pinfeed.tensors.argument_types import Source
+from pinfeed.tensors.argument_types import ArrowColumn, Source
 from pinfeed.validation.arguments import check_choice, explain_arguments
 
 Layout = Literal["offsets", "padded", "jagged", "packed"]
@@ -162,7 +162,11 @@ class RaggedStore(ClosedOnExit):
 
     @classmethod
     def from_arrow(
-        cls, column: Any, *, layout: Layout = "offsets", padding: complex | Mapping[Any, Any] = 0
+        cls,
+        column: ArrowColumn | Mapping[str, ArrowColumn],
+        *,
+        layout: Layout = "offsets",
+        padding: complex | Mapping[Any, Any] = 0,
     ) -> RaggedStore:
         """Return the lists of an Arrow column as ragged rows; the items are not copied.
 

@@ -96,7 +96,7 @@ class RemoteStore(ShardedStore):
         path: str | Sequence[str],
         *,
         dtype: npt.DTypeLike | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
         attempts: int = 5,
     ) -> None:
         self._attempts = whole_number(attempts, "attempts")

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +22,14 @@ from pinfeed.stores.libraries import (
     nullable_values,
     require_plain_numbers,
 )
-from pinfeed.stores.paths import file_version, has_protocol
+from pinfeed.stores.paths import Path, file_version, has_protocol
 from pinfeed.stores.raw_chunks import Box, ZarrChunks
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import explain_arguments
+
+if TYPE_CHECKING:
+    import zarr
 
 # Larger shards are decoded in pieces of about this size: by zarr, and without it.
 _SHARD_BYTES = 1 << 20
@@ -71,7 +74,9 @@ class ZarrStore(ChunkedArray):
     """
 
     @explain_arguments({})
-    def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
+    def __init__(
+        self, source: Path | zarr.Array, name: str | None = None, *, as_stored: bool = False
+    ) -> None:
         _zarr()
         super().__init__(source, name, as_stored=as_stored, kind=("zarr", "Array"))
 

@@ -65,6 +65,7 @@ BY_SUFFIX = {
     ".npz": "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
     ".pt": _TORCH,
     ".pth": _TORCH,
+    ".tar": "samples in an archive: give pinfeed.wrap_dataset(pinfeed.TarDataset(path), decode)",
     ".csv": "a table as text: give pyarrow.csv.read_csv(path) if its first line names the columns; "
     "if it has only numbers, save np.save(name, np.loadtxt(path, delimiter=','))",
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import tarfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from support.advice import Case, Cases, equal, follow, joined, read
+from support.command import run
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import pinfeed
-from pinfeed import Feeder, rows, wrap_dataset, wrap_loader
+from pinfeed import Feeder, TarDataset, rows, wrap_dataset, wrap_loader
 
 advised = Cases()
 X = np.arange(24, dtype="float32").reshape(8, 3)
@@ -354,7 +357,10 @@ def sampler_of_a_dataset(path: Path) -> Iterator[Any]:
     yield equal(loaded(loader, threads=2), X[::-1])
 
 
-@advised(r"give a list of paths and a transform that reads one, or use pinfeed.Feeder\(path\)")
+@advised(
+    r"give a list of paths and a transform that reads one, pinfeed.TarDataset\(path\) for an "
+    r"archive, or use pinfeed.Feeder\(path\)"
+)
 def path_as_a_dataset(path: Path) -> Iterator[Any]:
     np.save(path / "x.npy", X)
     for i, row in enumerate(X):
@@ -362,7 +368,26 @@ def path_as_a_dataset(path: Path) -> Iterator[Any]:
     yield lambda: sampled(str(path / "x.npy"))
     names = [str(path / f"row{i}.npy") for i in range(8)]
     yield equal(sampled(names, transform=np.load), X)
+    yield equal(sampled(archive_of(path), transform=lambda one: np.load(BytesIO(one["npy"]))), X)
     yield equal(read(path / "x.npy"), X)
+
+
+def archive_of(path: Path) -> TarDataset:
+    """Return the files of the rows in an archive."""
+    with tarfile.open(path / "x.tar", "w") as archive:
+        for i in range(8):
+            archive.add(path / f"row{i}.npy", f"{i}.npy")
+    TarDataset.write_index(path / "x.tar")
+    return TarDataset(path / "x.tar")
+
+
+@advised("x.tar has no index, .*; run: pinfeed index /")
+def archive_without_an_index(path: Path) -> Iterator[Any]:
+    with tarfile.open(path / "x.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("0.txt"))
+    yield lambda: TarDataset(path / "x.tar")
+    yield run("index", str(path / "x.tar")).exit_code == 0
+    yield TarDataset(path / "x.tar")[0] == {"__key__": "0", "txt": b""}
 
 
 @advised(r"for a loader, use pinfeed.wrap_loader\(loader, threads=...\)")

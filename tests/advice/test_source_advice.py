@@ -19,6 +19,7 @@ from pinfeed.compat import speedtorch
 
 h5py = pytest.importorskip("h5py")
 pa = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
 zarr = pytest.importorskip("zarr")
 # The event loop of zarr, which lives as long as the process, is not left behind by a test.
 zarr.zeros((1,), store={})
@@ -170,6 +171,47 @@ def write_to_a_read_only_array(path: Path) -> Iterator[Any]:
 
 
 # ---- ragged rows ---------------------------------------------------------------------------------
+
+
+def texts(column: Any) -> list[Any]:
+    with Feeder({"text": column}, batch_size=3, device="cpu") as feeder:
+        return [text for batch in feeder for text in batch["text"]]
+
+
+@advised(
+    r"a column of string; .*give .*pinfeed.ParquetStore.text\(path, name\), or leave the column"
+)
+def text_of_a_parquet_file(path: Path) -> Iterator[Any]:
+    file = str(path / "x.parquet")
+    pa.parquet.write_table(pa.table({"text": ["a", None, "b"], "y": [0, 1, 2]}), file)
+    yield lambda: read(file)
+    yield texts(pinfeed.ParquetStore.text(file, "text")) == ["a", None, "b"]
+    yield equal(read(pinfeed.ParquetStore(file, "y")), [0, 1, 2])
+
+
+@advised(r"give pyarrow.array\(strings\) for a list")
+def list_of_strings(path: Path) -> Iterator[Any]:
+    yield lambda: pinfeed.TextStore(["a", "b"])
+    yield texts(pa.array(["a", "b"])) == ["a", "b"]
+
+
+@advised(r"pyarrow.concat_tables\(tables\), or give all files as one column")
+def text_to_join(path: Path) -> Iterator[Any]:
+    tables = [pa.table({"text": ["a", "b"]}), pa.table({"text": ["c"]})]
+    files = [str(path / f"{i}.parquet") for i in range(2)]
+    for table, file in zip(tables, files, strict=True):
+        pa.parquet.write_table(table, file)
+    yield lambda: concat([pinfeed.ParquetStore.text(file, "text") for file in files])
+    yield texts(pa.concat_tables(tables)["text"]) == ["a", "b", "c"]
+    yield texts(pinfeed.ParquetStore.text(files, "text")) == ["a", "b", "c"]
+
+
+@advised("has a TextStore; .*give the TextStore to a Feeder")
+def fetch_of_text(path: Path) -> Iterator[Any]:
+    store = pinfeed.TextStore(np.array(["a", "b"]))
+    yield lambda: wrap_loader([torch.arange(2)], fetch={"t": (store, lambda ids: ids)})
+    yield texts(store) == ["a", "b"]
+
 
 LISTS = [[1, 2], [], [3, 4, 5]]
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
 
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.pipeline.loop_memory import index_allocations
-from pinfeed.rows import block_shuffled, per_rank, sequential, shuffled, where
+from pinfeed.rows import block_shuffled, per_rank, sequential, shuffled, weighted, where
 from pinfeed.rows import drawn as drawn_rows
 from pinfeed.rows.order_batches import ORDER_BYTES, OrderBatches
 from pinfeed.rows.orders import Order, known
@@ -194,6 +194,7 @@ GOLDEN: list[tuple[Order, int, int, list[int]]] = [
         2,
         [653793887958, 978561207266, 110127313186, 297966495147, 996947359457, 882820009141],
     ),
+    (weighted([1, 0, 2, 5], 9), 4, 1, [2, 2, 2, 2, 3, 3]),
     (
         per_rank(block_shuffled(0, block_rows=3, window_blocks=2), rank=1, world_size=2),
         17,

@@ -143,7 +143,7 @@ def refusal(source: Any) -> str:
             "pad the rows with tensor.to_padded_tensor(0)",
         ),
         (np.array([X[0], None], dtype=object), "np.stack(list(array)) if each object is a row"),
-        (np.array(["a", "bb"]), "text: convert it, np.unique(array, return_inverse=True)[1]"),
+        (np.array([["a", "bb"]]), "text: convert it, np.unique(array, return_inverse=True)[1]"),
         (
             np.zeros(4, [("a", "f4")]),
             "save each field as a separate array, and give a dict of them",

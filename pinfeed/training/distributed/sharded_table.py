@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pinfeed.errors import ArgumentError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.tensors.argument_types import Ids
+from pinfeed.tensors.argument_types import Ids, Source
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.rank_loop import rank_group_of
@@ -118,7 +118,7 @@ class ShardedEmbedding(HostEmbedding):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
+        cls, embeddings: Source, *, freeze: bool = True, name: str | None = None, **options: Any
     ) -> Any:
         """Make a table from existing rows. Every rank copies its own rows.
 

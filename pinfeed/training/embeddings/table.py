@@ -20,7 +20,7 @@ from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import NpyStore, Store
 from pinfeed.stores.pinned import Pin
-from pinfeed.tensors.argument_types import Ids
+from pinfeed.tensors.argument_types import Ids, Source
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.embeddings.batch_rows import BatchRows, loops_over, position_in
 from pinfeed.training.embeddings.table_arguments import (
@@ -178,7 +178,7 @@ class HostEmbedding(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Any,
+        embeddings: Source,
         *,
         freeze: bool = True,
         name: str | None = None,

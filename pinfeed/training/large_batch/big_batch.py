@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.loader_feeder import LoaderFeeder, wrap_loader
 from pinfeed.memory import limits
 from pinfeed.tensors import rng_state
+from pinfeed.tensors.argument_types import LossFunction, Tensors
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.chunked_gradients import (
     ChunkStream,
@@ -132,7 +133,7 @@ class BigBatch:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], torch.Tensor],
+        loss: LossFunction,
         *,
         config: limits.MemoryLimits | None = None,
         chunk_size: int | None = None,
@@ -183,7 +184,7 @@ class BigBatch:
             stack.callback(self._stream.close)
             stack.callback(self._whole.close)
 
-    def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
+    def backward(self, inputs: Tensors, targets: Tensors | None = None) -> torch.Tensor:
         """Add the gradients of a whole batch to the gradients of the parameters.
 
         Args:
@@ -211,7 +212,9 @@ class BigBatch:
         self.chosen = self._chooser.choose(inputs, targets)
         return self._run(self.chosen, inputs, targets)
 
-    def check(self, inputs: Any, targets: Any = None, *, chunk_size: int | None = None) -> Check:
+    def check(
+        self, inputs: Tensors, targets: Tensors | None = None, *, chunk_size: int | None = None
+    ) -> Check:
         """Compare the gradients of a small batch with those of the plain step.
 
         The model, its gradients and the random generators do not change. If the model draws random

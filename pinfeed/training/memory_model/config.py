@@ -16,7 +16,7 @@ from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes, return_large_blocks
 from pinfeed.memory.limits import n_batches
 from pinfeed.memory.units import GiB, SizeField
-from pinfeed.tensors.argument_types import DTypeLike, Shapes
+from pinfeed.tensors.argument_types import DTypeLike, LossFunction, Shapes
 from pinfeed.training.memory_model.batch_search import BatchSearch
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import Budget, Kind
@@ -98,11 +98,11 @@ class Config(limits.MemoryLimits):
     total_sample_count: int | None = None
     input_shape: Shapes | None = None
     output_shape: Shapes | None = None
-    model: Callable[..., Any] | None = None
+    model: torch.nn.Module | Callable[..., torch.nn.Module] | None = None
     input_dtype: DTypeLike = "float32"
     output_dtype: DTypeLike = "float32"
     one_read_count: int = 1
-    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    loss: LossFunction | None = None
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None
     autocast: torch.dtype | None = None
     device: str | torch.device = "auto"

@@ -14,7 +14,7 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.tensors.argument_types import DTypeLike, Shapes
+from pinfeed.tensors.argument_types import DTypeLike, LossFunction, Shapes
 from pinfeed.training.memory_model.real_steps import peak_of_gradients
 from pinfeed.training.memory_model.report import Kind, StepMemory, count_parameters
 from pinfeed.training.memory_model.storage_tracker import StorageTracker, peaks_of
@@ -58,14 +58,14 @@ _RANGE = (
 
 
 def estimate(
-    model: Callable[..., Any],
+    model: torch.nn.Module | Callable[..., torch.nn.Module],
     batch_size: int,
     *,
     input_shape: Shapes,
     output_shape: Shapes | None = None,
     input_dtype: DTypeLike = "float32",
     output_dtype: DTypeLike = "float32",
-    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     device: Kind = "cuda",
     autocast: torch.dtype | None = None,

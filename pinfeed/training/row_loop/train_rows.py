@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from pinfeed.devices import DeviceLike, is_cpu
@@ -20,7 +20,7 @@ from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.stores import ArrayStore
-from pinfeed.tensors.argument_types import IdsOfBatch
+from pinfeed.tensors.argument_types import BatchFunction, IdsOfBatch
 from pinfeed.training.distributed.rank_loop import Exchanged, RankLoop
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
@@ -326,18 +326,18 @@ def train_rows(
 
 @overload
 def train_rows(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     **options: Unpack[TrainArguments],
 ) -> RowLoop[Any]: ...
 
 
 @explain_arguments(TABLE_LOOP_HINTS)
 def train_rows(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
     optimizer: RowOptimizers = (),
@@ -347,8 +347,8 @@ def train_rows(
     route: str | None = None,
     progress: bool = False,
     timeline: bool = False,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     transform_threads: int | None = None,
     verify: bool = False,
     seed: int | None = None,
@@ -443,18 +443,18 @@ def read_rows(
 
 @overload
 def read_rows(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     **options: Unpack[TableLoopArguments],
 ) -> RowLoop[Any]: ...
 
 
 @explain_arguments(READ_LOOP_HINTS)
 def read_rows(
-    loader: Iterable[Any],
+    loader: Iterable[object],
     tables: Mapping[HostEmbedding, IdsOfBatch],
     *,
     config: MemoryLimits | None = None,
@@ -463,8 +463,8 @@ def read_rows(
     route: str | None = None,
     progress: bool = False,
     timeline: bool = False,
-    host_transform: Callable[..., Any] | None = None,
-    device_transform: Callable[..., Any] | None = None,
+    host_transform: BatchFunction | None = None,
+    device_transform: BatchFunction | None = None,
     transform_threads: int | None = None,
     verify: bool = False,
     seed: int | None = None,
