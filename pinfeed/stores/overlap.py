@@ -34,12 +34,13 @@ def share_rows(one: Store, other: Store) -> bool:
         if isinstance(store, ConcatStore):
             return any(share_rows(part, another) for part in store.parts)
     arrays, other_arrays = _arrays(one), _arrays(other)
-    if not arrays or not other_arrays:
-        return not _files(one).isdisjoint(_files(other))
     if any(itertools.starmap(_share_memory, itertools.product(arrays, other_arrays))):
         return True
-    if _files(one).isdisjoint(_files(other)):
+    files = _files(one)
+    if not files or files.isdisjoint(_files(other)):
         return False
+    if not arrays or not other_arrays:
+        return True
     pairs = itertools.product(_in_files(one), _in_files(other))
     return any(a[0] == b[0] and _share_memory(a[1], b[1]) for a, b in pairs)
 
