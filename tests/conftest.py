@@ -139,12 +139,12 @@ def nothing_left() -> Iterator[None]:
     left = [t for t in threading.enumerate() if t not in threads and t.name.startswith("pinfeed")]
     assert not left, f"threads left behind: {left}"
     deadline = time.monotonic() + 30
-    while open_files() - files and time.monotonic() < deadline:
+    while (opened := open_files() - files) and time.monotonic() < deadline:
         # The exception infos of pytest are reference cycles.
         gc.collect()
         # Separate threads close the queues of worker processes.
         time.sleep(0.01)
-    assert not open_files() - files, "file descriptors left behind"
+    assert not opened, f"file descriptors left behind: {opened}"
 
 
 @pytest.fixture

@@ -302,7 +302,7 @@ def test_the_heap_gives_back_what_is_freed(programs: Programs) -> None:
         "model = {'model': torch.nn.Linear(2, 2), 'input_shape': (2,)}\n"
         "pinfeed.Config(**limits, **model, enforce=sys.argv[1] == 'enforce')\n"
         "kept = []\n"
-        "for n in range(40):\n"
+        "for n in range(10):\n"
         # Each takes 2 MiB, below a block that is kept.
         "    many = [torch.ones(2 << 18) for _ in range(20)]\n"
         "    kept.append(torch.ones(1 << 16))\n"
