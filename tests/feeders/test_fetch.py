@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.loaders import DEPTHS, DEVICES
 from support.schedules import corners, randomly
+from support.simtorch import SimTorchDevice
 from support.unwrapped import unwrapped
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -17,7 +18,6 @@ import pinfeed
 from pinfeed import ArgumentError, ArrayStore, ClosedError, NpyStore, StoreError, wrap_loader
 from pinfeed.errors import NotEnoughCPUMemory, RowIndexError, UnknownArgument
 from pinfeed.testing import SimDevice
-from pinfeed.testing.simtorch import SimTorchDevice
 
 N_ROWS = 200
 FEATURES = np.random.default_rng(0).normal(size=(N_ROWS, 3, 2)).astype(np.float16)

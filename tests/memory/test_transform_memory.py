@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.simtorch import SimTorchDevice
 from support.unwrapped import unwrapped
 
 import pinfeed
 from pinfeed import Config, Feeder, MiB, Plan, RaggedStore, wrap_loader
 from pinfeed.feeders.memory_trials import linear
 from pinfeed.testing import lazy
-from pinfeed.testing.simtorch import SimTorchDevice
 
 ROWS = np.zeros((600, 256), np.uint8)
 LIMITS = {"cpu_memory_limit": MiB(64), "gpu_memory_limit": MiB(64)}

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.reader_functions import StagingDevice
+from support.simtorch import SimTorchDevice
 
 from pinfeed import ArrayStore, Feeder, wrap_loader
 from pinfeed.devices import layout
 from pinfeed.devices.layout import BatchPart, RowLayout
 from pinfeed.pipeline.part_memory import PartMemory
 from pinfeed.testing import SimDevice, favour
-from pinfeed.testing.simtorch import SimTorchDevice
 
 KIB = 1 << 10
 SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 200 * KIB)), max_size=40)

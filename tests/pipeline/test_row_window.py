@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.internals import runner_of
 from support.schedules import SLOTS, randomly, stalling, switch
+from support.simtorch import META, SimTorchDevice
 from support.table_runs import check
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
@@ -25,7 +26,6 @@ from pinfeed.pipeline import forwarding
 from pinfeed.pipeline.forwarding import RecentRows
 from pinfeed.pipeline.row_window import RowWindow, WindowWrites
 from pinfeed.testing import favour, lazy
-from pinfeed.testing.simtorch import META, SimTorchDevice
 
 SCHEDULES: list[Callable[[], Any]] = [
     partial(stalling, "compute", 40, ("pinfeed-read", "write")),

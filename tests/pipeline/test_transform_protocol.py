@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from support.schedules import next_stream, randomly, stalling, switch
+from support.simtorch import META, SimTorchDevice
 
 from pinfeed import ArrayStore, Feeder, HostEmbedding, RowOptimizer, train_rows, wrap_loader
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.testing.sim import Choose
-from pinfeed.testing.simtorch import META, SimTorchDevice
 
 N, SIZE = 22, 4
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)

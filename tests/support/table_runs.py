@@ -9,11 +9,11 @@ import torch
 from hypothesis import strategies as st
 from support.random_policy import random_policy
 from support.schedules import next_stream, switch
+from support.simtorch import META, SimTorchDevice
 from torch import nn
 from torch.nn import functional
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, read_rows, train_rows
-from pinfeed.testing.simtorch import META, SimTorchDevice
 
 USERS, ITEMS = (12, 3), (9, 2)
 

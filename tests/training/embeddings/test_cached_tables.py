@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.resumable_training import Training
 from support.schedules import corners, randomly
+from support.simtorch import SimTorchDevice
 from support.table_runs import MIXED, OPTIMIZERS, Ids, check, looked_up
 
 from pinfeed import (
@@ -31,7 +32,6 @@ from pinfeed.errors import BudgetError
 from pinfeed.native import library as native
 from pinfeed.pipeline import row_cache
 from pinfeed.testing import lazy
-from pinfeed.testing.simtorch import SimTorchDevice
 
 needs_native = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 

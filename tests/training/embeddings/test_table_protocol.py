@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.schedules import corners, randomly, sharing_function, stalling
+from support.simtorch import META, SimTensor, SimTorchDevice
 from support.table_runs import (
     FIXED,
     MIXED,
@@ -31,7 +32,6 @@ from torch.nn import functional
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.testing import favour, lazy
 from pinfeed.testing.device_tests import DeviceTests
-from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 
 CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
 LATE = ("pinfeed-read", "write", "pinfeed-write")

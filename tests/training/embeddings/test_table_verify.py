@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.simtorch import SimTorchDevice
 from support.table_runs import FIXED, MIXED, USERS, Run, check
 
 from pinfeed import ArrayStore
 from pinfeed.errors import VerificationError
 from pinfeed.testing import favour
-from pinfeed.testing.simtorch import SimTorchDevice
 
 
 @pytest.fixture(autouse=True)

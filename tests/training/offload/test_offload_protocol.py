@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from support.schedules import corners, randomly, switch
+from support.simtorch import META, SimTensor, SimTorchDevice
 from torch import nn
 
 from pinfeed import KiB, MiB
 from pinfeed.testing import favour, lazy
 from pinfeed.testing.sim_streams import SimMemory
-from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 from pinfeed.training.offload.offload import Offload
 from pinfeed.training.offload.saved_tensors import (
     Geometry,

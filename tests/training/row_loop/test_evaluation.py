@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.schedules import randomly
 from support.simranks import RankThreads
+from support.simtorch import SimTorchDevice
 from support.table_loops import SGD, itself, step_ones, train_rows
 from support.table_runs import EVALUATING, Run, assert_same, check
 from torch import nn
@@ -35,7 +36,6 @@ from pinfeed.errors import (
 )
 from pinfeed.native import library as native
 from pinfeed.testing import lazy
-from pinfeed.testing.simtorch import SimTorchDevice
 
 needs_native = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
