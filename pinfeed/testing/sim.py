@@ -20,7 +20,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,9 @@ import numpy.typing as npt
 from pinfeed.devices.batch_copies import SingleCalls
 from pinfeed.devices.device import RowCopy, RowPairs, TensorRange
 from pinfeed.devices.layout import RowLayout, tensors_in_blocks
-from pinfeed.native.library import library
-from pinfeed.native.row_moves import KernelLaunch, RowDirection, RowMoves, Table, bucket_shift
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import UnreadPart
-from pinfeed.stores.store import Array, Store, row_nbytes, run_of
-from pinfeed.testing.sim_driver import PAIRS, SCATTER, SimDriver, SimThread
+from pinfeed.stores.store import Array, Store, run_of
 from pinfeed.testing.sim_streams import DeviceArray, SimEvent, SimMemory, SimStream, SimWorker
 
 Choose = Callable[[Sequence[str]], "str | None"]
@@ -64,10 +61,8 @@ class SimDevice(SingleCalls):
         direct: Whether the device itself reads and writes the rows of stores, when its streams
             reach that work.
         deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore, to prove that a test
-            notices a missing wait; for those of an engine, ``("engine.c", number of the hazard)``.
-            None ignores no call.
+            notices a missing wait. None ignores no call.
         now: Function that returns the time in seconds.
-        has_engine: Whether an engine moves rows in memory to the device.
 
     Attributes:
         names: The names under which work was done, in order.
@@ -91,6 +86,7 @@ class SimDevice(SingleCalls):
 
     name = "sim"
     unified = False
+    engine_driver: Any = None
 
     def __init__(
         self,
@@ -99,15 +95,13 @@ class SimDevice(SingleCalls):
         direct: bool = False,
         deaf_to: Site | None = None,
         now: Callable[[], float] = time.perf_counter,
-        has_engine: bool = False,
     ) -> None:
         self.now = now
-        self.engine_driver = SimDriver(self) if has_engine and library() is not None else None
         self.names = list[str]()
         self._choose = choose
         self._direct = direct
         self._deaf_to = deaf_to
-        self._actors: dict[str, SimStream | SimWorker | SimThread] = {}
+        self._actors: dict[str, Any] = {}
         self._turning = False
         # Whether workers wait for an operation of the host to end.
         self._are_workers_late = False
@@ -216,23 +210,6 @@ class SimDevice(SingleCalls):
 
     def reaches(self, source: UnreadPart | Store) -> bool:
         return self._direct
-
-    def dense_address(self, tensor: DeviceArray) -> int:
-        return self.address(tensor) if tensor._array.flags.c_contiguous else 0
-
-    def row_moves(self, kind: RowDirection, stores: Mapping[int, Any]) -> RowMoves:
-        tables = []
-        for k, store in stores.items():
-            tables.append(Table(self._pin(store.array), row_nbytes(store), k))
-        # Rows of a long table are read in the order of groups of at least 4 rows.
-        n_rows = max(store.n_rows for store in stores.values())
-        kernel, shift = 4, -1
-        if kind == "scatter":
-            kernel = SCATTER
-        elif n_rows > 16:
-            kernel, shift = PAIRS, max(2, bucket_shift(n_rows))
-        launches = [KernelLaunch(kernel, 1, 32, 1, [table]) for table in tables]
-        return RowMoves(4, shift, launches)
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
         # As on a GPU, consecutive rows need none, nor do no rows.

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from support.launches import Launching, moves_of
+from support.sim_engine import MOVES
 
 from pinfeed import PinnedStore
 from pinfeed.devices import cuda_direct_access
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.errors import DeviceError
 from pinfeed.stores.host_rows import StoreRows
-from pinfeed.testing.sim_driver import MOVES
 
 LONG = 32 << 10
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.launches import moves_of
+from support.sim_engine import _ARGUMENTS, MOVES
 
 from benchmarks.host.cells import reached
 from benchmarks.host.gpu import simulated_gpu
@@ -21,7 +22,6 @@ from pinfeed.native.driver import DriverTable
 from pinfeed.native.library import library, why_not
 from pinfeed.native.row_moves import RowMover
 from pinfeed.stores.host_rows import StoreRows
-from pinfeed.testing.sim_driver import _ARGUMENTS, MOVES
 
 BEFORE, SIDE, WRITTEN = 71, 72, 73
 

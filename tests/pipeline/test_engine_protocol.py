@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.internals import runner_of
 from support.schedules import next_stream, randomly, stalling, switch
+from support.sim_engine import SimEngineDevice
 
 import pinfeed
 from pinfeed import ClosedError, Feeder
@@ -40,7 +41,7 @@ CORNERS |= {
 }
 
 
-class Device(SimDevice):
+class Device(SimEngineDevice):
     """A device with an engine, which may read some stores itself.
 
     Args:
@@ -202,7 +203,7 @@ def test_row_indices_are_kept_for_the_stream_that_waits_for_them(n_done: int) ->
 @pytest.mark.parametrize("is_deaf", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_no_copy_writes_after_the_engine_was_shut_down(is_late: bool, is_deaf: bool) -> None:
-    device = SimDevice(lazy, has_engine=True, deaf_to=("engine.c", 9) if is_deaf else None)
+    device = SimEngineDevice(lazy, has_engine=True, deaf_to=("engine.c", 9) if is_deaf else None)
     array = np.ones((50, 100))
     rows = np.arange(50)
     source = MemoryRows.of_array(array)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.internals import runner_of
 from support.programs import Programs
 from support.schedules import next_stream, randomly, stalling, switch
+from support.sim_engine import SimDriver, SimEngineDevice
 
 from benchmarks.host.gpu import simulated_gpu
 from pinfeed import ClosedError, Feeder, WriteBackError
@@ -25,7 +26,6 @@ from pinfeed.native import library as native
 from pinfeed.pipeline import engine_writes
 from pinfeed.pipeline.engine_writes import EngineWrites
 from pinfeed.testing import SimDevice, favour, lazy
-from pinfeed.testing.sim_driver import SimDriver
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
@@ -47,7 +47,7 @@ CORNERS |= {
 REACHED = ("nothing", "short", "others", "all")
 
 
-class Device(SimDevice):
+class Device(SimEngineDevice):
     """A device with an engine, which may read and write some stores itself.
 
     Args:
@@ -310,7 +310,7 @@ def test_after_an_error_nothing_is_written(
 
 
 def test_copies_before_an_error_keep_their_memory() -> None:
-    device = SimDevice(lazy, has_engine=True)
+    device = SimEngineDevice(lazy, has_engine=True)
     # Each write has two copies to staging memory, of which the second one fails.
     device.engine_driver = FailingDriver(device, ("copy", "write"), 3)
     rows = {"x": np.zeros((20, 9000)), "y": np.ones((20, 9000))}
@@ -343,7 +343,7 @@ def test_an_interrupt_after_the_call_changes_nothing(
         return code
 
     monkeypatch.setattr(found, "queue_write", interrupted)
-    device = SimDevice(choose, has_engine=True)
+    device = SimEngineDevice(choose, has_engine=True)
     x = np.arange(80.0).reshape(40, 2)
     with Feeder(x, batch_size=4, depth=depth, device=device) as feeder:
         for batch in feeder.batches():
@@ -358,7 +358,7 @@ def test_an_interrupt_after_the_call_changes_nothing(
 
 @pytest.mark.parametrize(("fast", "counts"), [(("compute", "read", "engine"), True), ((), False)])
 def test_waits_count_only_while_the_device_is_idle(fast: tuple[str, ...], counts: bool) -> None:
-    device = SimDevice(favour(*fast), has_engine=True)
+    device = SimEngineDevice(favour(*fast), has_engine=True)
     with Feeder(np.zeros((40, 2)), batch_size=2, depth=1, device=device) as feeder:
         for batch in feeder.batches():
             batch.write_back(batch.data)
@@ -367,7 +367,7 @@ def test_waits_count_only_while_the_device_is_idle(fast: tuple[str, ...], counts
 
 def test_row_indices_are_kept_until_they_are_written() -> None:
     """The loop draws the indices of many batches at a time."""
-    device = SimDevice(favour("compute", "read", "engine"), has_engine=True)
+    device = SimEngineDevice(favour("compute", "read", "engine"), has_engine=True)
     x = np.zeros(300_000, np.float32)
     options: Any = {"batch_size": 5_000, "shuffle": True, "depth": 4, "device": device}
     with Feeder(x, **options) as feeder:
@@ -381,7 +381,7 @@ def test_row_indices_are_kept_until_they_are_written() -> None:
 
 
 def test_a_loop_that_continues_after_an_error_writes_no_more() -> None:
-    device = SimDevice(favour("writer"), has_engine=True)
+    device = SimEngineDevice(favour("writer"), has_engine=True)
     device.engine_driver = FailingDriver(device, ("copy", "write"), 1)
     rows = np.zeros((12, 3))
     errors: list[Exception] = []

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.internals import runner_of
 from support.schedules import next_stream, randomly, switch
+from support.sim_engine import SimEngineDevice
 
 from pinfeed import wrap_loader
 from pinfeed.native import library as native
@@ -118,7 +119,7 @@ def equal(found: list[list[np.ndarray]], batches: list[Any]) -> bool:
 @pytest.mark.parametrize("make", MAKES)
 def test_batches_equal_those_of_the_loader(make: Any, depth: int | None, choice: str) -> None:
     batches = [make(i) for i in range(6)]
-    device = SimDevice(CHOICES[choice], has_engine=True)
+    device = SimEngineDevice(CHOICES[choice], has_engine=True)
     assert equal(moved(batches, device, depth), batches)
 
 
@@ -133,18 +134,18 @@ def test_a_random_schedule_changes_nothing(
     seed: int, make: Any, n: int, depth: int, switch_after: int | None
 ) -> None:
     batches = [make(i) for i in range(n)]
-    device = SimDevice(randomly(seed), has_engine=True)
+    device = SimEngineDevice(randomly(seed), has_engine=True)
     assert equal(moved(batches, device, depth, switch_after=switch_after), batches)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_loader_may_fill_its_memory_again(depth: int) -> None:
-    device = SimDevice(lazy, has_engine=True)
+    device = SimEngineDevice(lazy, has_engine=True)
     want = [[torch.full((3, 4), float(i)), torch.full((2,), -float(i))] for i in range(5)]
     assert equal(moved(Refilled(5), device, depth), want)
 
 
-class Reaching(SimDevice):
+class Reaching(SimEngineDevice):
     """A device that copies long page-locked tensors from where they are."""
 
     def reaches(self, source: Any) -> bool:
@@ -190,7 +191,7 @@ def test_the_wait_for_memory_that_a_loader_fills_again_is_needed(
 
 
 def test_the_structure_is_that_of_the_loader() -> None:
-    device = SimDevice(favour("read"), has_engine=True)
+    device = SimEngineDevice(favour("read"), has_engine=True)
     with wrap_loader([nested(1)], device=device) as feeder:
         (batch,) = feeder
     assert type(batch) is Pair
@@ -217,7 +218,7 @@ class Failing:
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_an_error_comes_after_the_batches_before_it(depth: int, n: int) -> None:
     n_received = 0
-    feeder = wrap_loader(Failing(n), device=SimDevice(has_engine=True), depth=depth)
+    feeder = wrap_loader(Failing(n), device=SimEngineDevice(has_engine=True), depth=depth)
     with feeder, pytest.raises(ValueError, match="has failed"):
         for _ in feeder:
             n_received += 1
@@ -228,7 +229,7 @@ def test_an_error_comes_after_the_batches_before_it(depth: int, n: int) -> None:
 def test_each_wait_is_needed(hazard: int) -> None:
     for choice, depth, make in itertools.product(CHOICES.values(), (0, 1, 3), (one, growing)):
         batches = [make(i) for i in range(6)]
-        device = SimDevice(choice, has_engine=True, deaf_to=("engine.c", hazard))
+        device = SimEngineDevice(choice, has_engine=True, deaf_to=("engine.c", hazard))
         try:
             if not equal(moved(batches, device, depth), batches):
                 return
@@ -241,7 +242,7 @@ def test_each_wait_is_needed(hazard: int) -> None:
 def test_a_loop_that_is_left_writes_no_memory_afterwards(
     is_deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = SimDevice(lazy, has_engine=True)
+    device = SimEngineDevice(lazy, has_engine=True)
     if is_deaf:
         monkeypatch.setattr(device, "_force", lambda event: None)
     with wrap_loader([one(i) for i in range(6)], device=device, depth=3) as feeder:

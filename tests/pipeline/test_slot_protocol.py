@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.internals import mover_of, runner_of
 from support.schedules import corners, next_stream, randomly, sharing_function
+from support.sim_engine import SimEngineDevice
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice
@@ -82,7 +83,7 @@ def test_the_wait_of_later_batches_is_needed() -> None:
 
 
 def test_the_memory_of_later_batches_must_be_shared() -> None:
-    class Forgetful(SimDevice):
+    class Forgetful(SimEngineDevice):
         def share(self, tensor: Any, stream: Any) -> None:
             if sharing_function() != "lend_next":
                 super().share(tensor, stream)
@@ -97,7 +98,7 @@ def test_the_memory_of_later_batches_must_be_shared() -> None:
 def test_small_batches_of_a_depth_share_slots(depth: int, n_batches: int, n_slots: int) -> None:
     """The slots are equal, and together prefetch as many batches as the depth says."""
     rows = np.arange(4000.0).reshape(1000, 4)
-    for device in (SimDevice(), SimDevice(has_engine=True), "cpu"):
+    for device in (SimDevice(), SimEngineDevice(has_engine=True), "cpu"):
         with Feeder(rows, batch_size=7, depth=depth, device=device) as feeder:
             found = list(feeder)
             mover = mover_of(feeder)
@@ -115,7 +116,7 @@ def test_small_batches_of_a_depth_share_slots(depth: int, n_batches: int, n_slot
 def test_values_of_batches_that_share_slots(depth: int) -> None:
     rows = np.arange(4000.0).reshape(1000, 4)
     for has_engine in (False, True):
-        device = SimDevice(randomly(depth), has_engine=has_engine)
+        device = SimEngineDevice(randomly(depth), has_engine=has_engine)
         seen: list[np.ndarray] = []
         with Feeder(rows, batch_size=7, depth=depth, device=device) as feeder:
             for batch in feeder:

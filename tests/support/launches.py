@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.sim_engine import MOVES
 
 from pinfeed.devices import kernels
 from pinfeed.devices.cuda_driver import CudaDriver
@@ -15,7 +16,6 @@ from pinfeed.native.driver import DriverTable
 from pinfeed.native.engine import Engine
 from pinfeed.native.library import library
 from pinfeed.native.row_moves import RowMove, RowMoves
-from pinfeed.testing.sim_driver import MOVES
 
 Run = Callable[[str, int, int, np.ndarray], int]
 """Runs the kernel of a name with blocks, threads of a block, and its argument."""

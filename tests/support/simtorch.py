@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from support.sim_engine import SimEngineDevice
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
@@ -32,7 +33,6 @@ from torch.utils._pytree import (
 )
 
 from pinfeed.tensors.numpy_torch import NUMPY, is_dense, memory_of, to_torch
-from pinfeed.testing.sim import SimDevice
 from pinfeed.testing.sim_streams import DeviceArray, SimMemory
 
 META = torch.device("meta")
@@ -103,8 +103,8 @@ class _Literals(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class SimTorchDevice(SimDevice):
-    """A ``SimDevice`` whose arrays are torch tensors."""
+class SimTorchDevice(SimEngineDevice):
+    """A simulated device whose arrays are torch tensors."""
 
     name = "meta"
 

@@ -1,24 +1,31 @@
-"""SimDriver: the driver calls of an engine, on the streams of a simulated device."""
+"""SimEngineDevice: a simulated device to which an engine moves rows; SimDriver: its driver."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.native.driver import NOT_READY, DriverTable
 from pinfeed.native.engine import Engine
-from pinfeed.native.row_moves import MAX_TABLES
+from pinfeed.native.library import library
+from pinfeed.native.row_moves import (
+    MAX_TABLES,
+    KernelLaunch,
+    RowDirection,
+    RowMoves,
+    Table,
+    bucket_shift,
+)
 from pinfeed.native.writer import RowWriter
-from pinfeed.testing.sim_streams import SimEvent, SimStream
-
-if TYPE_CHECKING:
-    from pinfeed.testing.sim import SimDevice
+from pinfeed.stores.store import row_nbytes
+from pinfeed.testing.sim import Choose, SimDevice, lazy
+from pinfeed.testing.sim_streams import DeviceArray, SimEvent, SimStream
 
 _FAILED = 999
 
@@ -289,3 +296,37 @@ class SimEngineThread(SimThread):
     def _work(self, engine: Engine) -> None:
         if not engine.help(self._number):
             self._number += 1
+
+
+class SimEngineDevice(SimDevice):
+    """A ``SimDevice`` to which an engine moves rows in memory.
+
+    ``deaf_to`` may be ``("engine.c", number of the hazard)``.
+
+    Args:
+        choose: The adversary.
+        has_engine: Whether there is an engine.
+        options: The other arguments of ``SimDevice``.
+    """
+
+    def __init__(self, choose: Choose = lazy, *, has_engine: bool = False, **options: Any) -> None:
+        super().__init__(choose, **options)
+        if has_engine and library() is not None:
+            self.engine_driver = SimDriver(self)
+
+    def dense_address(self, tensor: DeviceArray) -> int:
+        return self.address(tensor) if tensor._array.flags.c_contiguous else 0
+
+    def row_moves(self, kind: RowDirection, stores: Mapping[int, Any]) -> RowMoves:
+        tables = []
+        for k, store in stores.items():
+            tables.append(Table(self._pin(store.array), row_nbytes(store), k))
+        # Rows of a long table are read in the order of groups of at least 4 rows.
+        n_rows = max(store.n_rows for store in stores.values())
+        kernel, shift = 4, -1
+        if kind == "scatter":
+            kernel = SCATTER
+        elif n_rows > 16:
+            kernel, shift = PAIRS, max(2, bucket_shift(n_rows))
+        launches = [KernelLaunch(kernel, 1, 32, 1, [table]) for table in tables]
+        return RowMoves(4, shift, launches)
