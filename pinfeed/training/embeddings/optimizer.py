@@ -268,8 +268,7 @@ class RowOptimizer(torch.optim.Optimizer):
             lent: The rows that the training step has, if they differ. The default is ``weight``.
         """
         lent = weight if lent is None else lent
-        self._switch(table, weight, lent, rows)
-        own = self.inner.state.get(weight, {})
+        own = self._switch(table, weight, lent, rows)
         for key in self.tables[table].layout.tables:
             value = own.get(key)
             if not isinstance(value, torch.Tensor) or value.device == weight.device:
@@ -347,8 +346,8 @@ class RowOptimizer(torch.optim.Optimizer):
         weight: nn.Parameter,
         lent: nn.Parameter,
         rows: list[torch.Tensor],
-    ) -> None:
-        """Continue with other rows of a table.
+    ) -> dict[str, Any]:
+        """Continue with other rows of a table, and return the state of the optimizer for them.
 
         After an interrupt, the next call finds either the old rows or the new ones, and the state
         of the whole table.
@@ -368,6 +367,7 @@ class RowOptimizer(torch.optim.Optimizer):
             current = {id(other.weight) for other in self.tables.values()}
             for parameter in [one for one in states if id(one) not in current]:
                 del states[parameter]
+        return next_state
 
 
 def check_optimizer_class(optimizer_class: Any) -> None:
