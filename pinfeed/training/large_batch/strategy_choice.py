@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -18,14 +18,20 @@ from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
 from pinfeed.training.large_batch.verifier import Verifier
-from pinfeed.training.large_batch.whole_steps import can_be_recomputed
+from pinfeed.training.large_batch.whole_steps import can_be_recomputed, recomputes
 from pinfeed.training.memory_model.training_step import check_autocast
 from pinfeed.validation.arguments import check_flag, whole_number
 
-Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
-STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
+Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "checkpoint_offload", "offload"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 CHUNK_STRATEGIES: tuple[Strategy, ...] = ("accumulate", "two_pass")
 """Strategies that compute a batch in chunks, the fastest first."""
+_HOW_WHOLE: dict[Strategy, str] = {
+    "checkpoint": "parts of the model are recomputed",
+    "checkpoint_offload": "parts of the model are recomputed and their inputs wait in host memory",
+    "offload": "its activations wait in host memory",
+}
+"""Strategies that compute the whole batch in less memory, the fastest first, and how they fit."""
 DIFFERS = "does not give the gradients of the plain step"
 """Description of a strategy that is not right."""
 SOURCE = object()
@@ -112,15 +118,13 @@ def choose_strategy(
     n = batches.n_samples(batch[0])
     problems: dict[str, str] = {}
 
-    def fits(strategy: Strategy) -> bool:
-        return predictor is not None and predictor.fits(strategy, n)
-
     def is_right(strategy: Strategy) -> bool:
         if problem := verifier.problem_of(strategy, spec, *batch):
             problems[strategy] = problem
         return not problem
 
-    if (chunk_size is not None and chunk_size >= n) or fits("plain"):
+    has_one_chunk = chunk_size is not None and chunk_size >= n
+    if has_one_chunk or (predictor is not None and predictor.fits("plain", n)):
         return StrategyChoice("plain", n, "the whole batch fits in memory")
     norms = batch_norms(spec.model)
     for strategy in CHUNK_STRATEGIES if spec.reduction else CHUNK_STRATEGIES[1:]:
@@ -131,12 +135,12 @@ def choose_strategy(
         if is_right(strategy):
             return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
     why = f"chunks do not give its gradients ({_described(problems)}) and"
-    if predictor is not None and fits("offload"):
-        why = f"{why} its activations fit in host memory"
-        return StrategyChoice("offload", n, why, predictor.room_for_activations(n))
-    if can_be_recomputed(spec.model) and fits("checkpoint") and is_right("checkpoint"):
-        why = f"{why} the whole batch fits if parts of the model are recomputed"
-        return StrategyChoice("checkpoint", n, why)
+    for strategy, how in _HOW_WHOLE.items():
+        if predictor is None or not predictor.fits(strategy, n):
+            continue
+        if not recomputes(strategy) or (can_be_recomputed(spec.model) and is_right(strategy)):
+            why = f"{why} the whole batch fits if {how}"
+            return StrategyChoice(strategy, n, why, predictor.room_for_activations(strategy, n))
     raise _no_strategy(n, problems)
 
 
@@ -163,7 +167,7 @@ def _no_strategy(n: int, problems: Mapping[str, str]) -> ArgumentError:
     return ArgumentError(
         f"chunks do not give the gradients of {n} samples ({_described(problems)}), and no "
         "strategy that computes the whole batch is known to fit in memory; give config= with "
-        "larger limits, or strategy='offload' or 'checkpoint'; or change the model (GroupNorm "
+        "larger limits, or strategy='checkpoint'; or change the model (GroupNorm "
         "instead of BatchNorm, eval() for layers whose state changes, outputs with one row for "
         "each sample); or, if the difference does not matter, give strategy='accumulate', "
         "strategy='two_pass' or verify=False"
@@ -243,7 +247,7 @@ class StrategyChooser:
         # Batches that a normalization sees in chunks have been warned of.
         is_cut = is_in_chunks(chosen, n) and not batch_norms(self.spec.model)
         problem = ""
-        if is_cut or strategy == "checkpoint":
+        if is_cut or recomputes(strategy):
             problem = self._verifier.problem_of(strategy, self.spec, inputs, targets)
         chosen = self._keep(key, chosen, n)
         _warn(strategy, problem)

@@ -23,6 +23,7 @@ from pinfeed.training.large_batch.restored_state import (
 )
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
 from pinfeed.training.large_batch.step_spec import StepSpec
+from pinfeed.training.large_batch.whole_steps import recomputes
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
@@ -61,7 +62,8 @@ class Verifier:
         Parameters, gradients, buffers, attributes and random generators do not change.
 
         Args:
-            strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
+            strategy: A strategy. ``"checkpoint_offload"`` is compared as ``"checkpoint"``, because
+                offloading changes no value.
             spec: The model and the loss, on their device.
             inputs: A batch.
             targets: Its targets, or None.
@@ -73,6 +75,7 @@ class Verifier:
             RuntimeError: If the comparison fails, or if two samples do not fit on the device at
                 once. The type is that of the original error, which may be MemoryError.
         """
+        strategy = "checkpoint" if recomputes(strategy) else strategy
         n = min(_MOST_COMPARED, n_samples(inputs))
         if not self.is_on or n < _LEAST_COMPARED:
             return ""
@@ -134,6 +137,7 @@ def _find_difference(
     """Compare in the model's dtype, and again in float64 if rounding may be the reason.
 
     A model that runs only with autocast has several dtypes. It is compared in float64, too.
+    Recomputation does not round in another way, so float64 does not excuse it.
 
     Returns:
         A clause that says how the strategy differs on ``n`` samples, and whether the forward pass
@@ -141,10 +145,12 @@ def _find_difference(
     """
     own = StepComparison(spec, strategy, samples, n)
     problem = ""
-    if not any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters):
+    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
+    if not (is_narrow and own.is_cut):
         problem, error = own.difference()
         needs_autocast = is_in_autocast and problem.startswith(PLAIN_FAILS)
-        if not problem or (error > _MAY_BE_ROUNDING and not needs_autocast):
+        may_be_rounding = own.is_cut and error <= _MAY_BE_ROUNDING
+        if not problem or not (may_be_rounding or needs_autocast):
             return problem, own.has_drawn
     with contextlib.suppress(Exception), in_float64(spec.modules):
         wide = StepComparison(

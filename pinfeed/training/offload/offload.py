@@ -73,19 +73,24 @@ class Offload:
     """Activation offload: keeps saved tensors in pinned host memory until the backward pass.
 
     The forward pass copies tensors that autograd saves to page-locked (pinned) host memory, except
-    for the last ones. The backward pass copies them back to the device before it needs them.
+    for the last ones. The backward pass copies them back to the device before it needs them. Use it
+    around checkpointed blocks, which save only their inputs, if checkpoints alone do not fit.
 
     Examples:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh())
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> blocks = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+        >>> optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
         >>> with pinfeed.Offload("auto", host_limit=pinfeed.MiB(64)) as offload:
-        ...     with offload.step(model):
-        ...         loss = model(torch.randn(128, 256)).sum()
+        ...     with offload.step(blocks):
+        ...         x = torch.randn(128, 256)
+        ...         for block in blocks:
+        ...             x = checkpoint(block, x, use_reentrant=False)
+        ...         loss = x.sum()
         ...     loss.backward()
         ...     optimizer.step()
 
     Gradients and all other results, such as dropout and BatchNorm's running statistics, equal those
-    of the plain step bit for bit, because nothing is computed twice or in another order. Each
+    of the plain step bit for bit, because it computes nothing twice or in another order. Each
     storage is copied once, even if several saved tensors share it.
 
     The first step allocates pinned memory, which takes time. Later steps reuse it, so that the host
