@@ -20,7 +20,7 @@ from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.large_batch.whole_steps import can_be_recomputed, recomputes
 from pinfeed.training.memory_model.training_step import check_autocast
-from pinfeed.validation.arguments import check_flag, whole_number
+from pinfeed.validation.arguments import check_choice, check_flag, whole_number
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "checkpoint_offload", "offload"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -126,13 +126,9 @@ def choose_strategy(
     has_one_chunk = chunk_size is not None and chunk_size >= n
     if has_one_chunk or (predictor is not None and predictor.fits("plain", n)):
         return StrategyChoice("plain", n, "the whole batch fits in memory")
-    norms = batch_norms(spec.model)
     for strategy in CHUNK_STRATEGIES if spec.reduction else CHUNK_STRATEGIES[1:]:
-        if norms:
-            problems[strategy] = f"{norms[0]} normalizes over the batch"
-            continue
-        size = size_of_chunks(strategy, n, chunk_size, predictor)
         if is_right(strategy):
+            size = size_of_chunks(strategy, n, chunk_size, predictor)
             return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
     why = f"chunks do not give its gradients ({_described(problems)}) and"
     for strategy, how in _HOW_WHOLE.items():
@@ -208,11 +204,7 @@ class StrategyChooser:
     def __post_init__(self) -> None:
         if not (self.config is None or isinstance(self.config, MemoryLimits)):
             raise ArgumentError(f"config={self.config!r}: expected a pinfeed.Config, or None")
-        strategies = ("auto", *STRATEGIES)
-        if self.strategy not in strategies:
-            raise ArgumentError(
-                f"strategy={self.strategy!r}: expected one of {str(strategies)[1:-1]}"
-            )
+        check_choice(self.strategy, "strategy", ("auto", *STRATEGIES))
         if self.chunk_size is not None:
             whole_number(self.chunk_size, "chunk_size")
         check_autocast(self.autocast)
@@ -244,10 +236,8 @@ class StrategyChooser:
         if strategy in CHUNK_STRATEGIES:
             size = self._chunk_size(strategy, n, inputs, targets)
         chosen = self.named(strategy, n, size)
-        # Batches that a normalization sees in chunks have been warned of.
-        is_cut = is_in_chunks(chosen, n) and not batch_norms(self.spec.model)
         problem = ""
-        if is_cut or recomputes(strategy):
+        if is_in_chunks(chosen, n) or recomputes(strategy):
             problem = self._verifier.problem_of(strategy, self.spec, inputs, targets)
         chosen = self._keep(key, chosen, n)
         _warn(strategy, problem)
@@ -266,8 +256,6 @@ class StrategyChooser:
         """
         self._check_reduction(strategy)
         size = min(n, chunk_size) if strategy in CHUNK_STRATEGIES else n
-        if size < n and (norms := batch_norms(self.spec.model)):
-            _warn(strategy, _normalizes_chunks(norms, size))
         return StrategyChoice(strategy, size, f"strategy={strategy!r} was given")
 
     def smaller(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> StrategyChoice:
@@ -300,9 +288,7 @@ class StrategyChooser:
             why = "the batches of a source arrive one by one"
             chosen = StrategyChoice("accumulate", size, why)
         problem = ""
-        if norms := batch_norms(self.spec.model):
-            problem = _normalizes_chunks(norms, chosen.chunk_size)
-        elif self.verify and len(first) > batches.n_samples(inputs) == 1:
+        if self.verify and len(first) > batches.n_samples(inputs) == 1:
             problem = (
                 "no two samples of the first batches have the same shape, so the strategy cannot "
                 "be compared with the plain step"
@@ -387,13 +373,6 @@ class StrategyChooser:
                 self.spec.model, self.config, inputs, targets, **options
             )
         return self._predictors[key]
-
-
-def _normalizes_chunks(norms: list[str], size: int) -> str:
-    return (
-        f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch as "
-        "strategy='checkpoint' does"
-    )
 
 
 def _warn(strategy: str, problem: str) -> None:

@@ -181,8 +181,8 @@ def test_activations_have_the_memory_that_the_rest_leaves(strategy: str, limit: 
             assert big.chosen.strategy == strategy
             offload = big._whole._offload
             assert offload is not None
-            assert offload._device_limit <= big.chosen.device_limit
-            limits.append(offload._device_limit)
+            assert big._whole._device_limit <= big.chosen.device_limit
+            limits.append(big._whole._device_limit)
             assert offload.stats.n_storages > 0
     first, second, third, larger = limits
     assert first == second == third > larger > 0
