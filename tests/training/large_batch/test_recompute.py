@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -18,10 +19,24 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
+class Listed(nn.Module):
+    """Blocks with dropout that a forward pass of the model's own calls one after the other."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def test_parts_that_are_shared_or_have_residuals() -> None:
     torch.manual_seed(0)
     act = nn.Tanh()
     shared = nn.Sequential(nn.Linear(20, 20), act, nn.Linear(20, 20), act, nn.Linear(20, 7))
+    blocks = Listed(nn.TransformerEncoderLayer(20, 4, 32) for _ in range(3))
     residual = nn.Sequential(
         Residual(nn.Linear(20, 20), nn.Tanh()),
         Residual(nn.Linear(20, 20), nn.Tanh()),
@@ -38,9 +53,22 @@ def test_parts_that_are_shared_or_have_residuals() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.parts["a"](x))
 
-    for model in (shared, residual, Uses()):
-        want, got = gradients_of_both(model, functional.cross_entropy, "checkpoint")
-        assert torch.equal(got, want)
+    for model in (shared, residual, Uses(), blocks):
+        for strategy in ("checkpoint", "checkpoint_offload"):
+            want, got = gradients_of_both(model, functional.cross_entropy, strategy)
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "checkpoint_offload"])
+def test_blocks_of_a_list_are_recomputed_one_by_one(strategy: str) -> None:
+    blocks = [nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(3)]
+    model = Listed(blocks)
+    calls = []
+    for i, block in enumerate(blocks):
+        block[0].register_forward_pre_hook(lambda *_, i=i: calls.append(i))
+    with BigBatch(model, functional.cross_entropy, strategy=strategy, verify=False) as big:
+        big.backward(X, Y)
+    assert calls == [0, 1, 2, 2, 1, 0]
 
 
 class Noisy(nn.Module):
