@@ -22,7 +22,11 @@ from pinfeed.training.large_batch.chunked_gradients import (
     GradientAccumulator,
     backward_two_pass,
 )
-from pinfeed.training.large_batch.restored_state import gradient_transaction
+from pinfeed.training.large_batch.restored_state import (
+    buffers_of,
+    gradient_transaction,
+    restore_buffers,
+)
 from pinfeed.training.large_batch.step_result import Check, compare_with_plain_step
 from pinfeed.training.large_batch.step_spec import (
     Count,
@@ -94,7 +98,8 @@ class BigBatch:
         ``"offload"``: Computes the whole batch, and keeps all activations in host memory until the
             backward pass. It is for models that checkpoint parts of themselves.
         ``"auto"``: Chooses a strategy at the first batch of each size, by memory and by
-            correctness; ``chosen`` says why. It uses chunks only if they give the gradients of the
+            correctness; ``chosen`` says why. If the batch then runs out of memory, it chooses the
+            next one. It uses chunks only if they give the gradients of the
             plain step on a few samples of the first batch (see ``verify``).
 
     Random numbers:
@@ -291,17 +296,20 @@ class BigBatch:
 
     def _run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
-        state = rng_state.capture() if chosen.strategy in ("plain", "two_pass") else {}
+        may_repeat = self._chooser.can_be_smaller(chosen)
+        state = rng_state.capture() if may_repeat else {}
+        buffers = buffers_of(self._spec.modules if may_repeat else ())
         try:
             with gradient_transaction(self._spec.parameters):
                 return self._compute(chosen, inputs, targets)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not self._chooser.can_be_cut(chosen):
+            if not (may_repeat and is_out_of_memory(error)):
                 raise
         release_cached_memory()
         rng_state.restore(state)
-        self.n_halved += 1
+        restore_buffers(buffers)
         self.chosen = self._chooser.smaller(chosen, inputs, targets)
+        self.n_halved += is_in_chunks(self.chosen, None)
         return self._run(self.chosen, inputs, targets)
 
     def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from pinfeed.memory.units import MiB
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.large_batch.whole_steps import can_be_recomputed, recomputes
 from pinfeed.training.memory_model.training_step import check_autocast
@@ -31,7 +31,7 @@ _HOW_WHOLE: dict[Strategy, str] = {
     "checkpoint_offload": "parts of the model are recomputed and their inputs wait in host memory",
     "offload": "its activations wait in host memory",
 }
-"""Strategies that compute the whole batch in less memory, the fastest first, and how they fit."""
+"""Strategies that compute the whole batch in less memory, the fastest first, and how it fits."""
 DIFFERS = "does not give the gradients of the plain step"
 """Description of a strategy that is not right."""
 SOURCE = object()
@@ -100,6 +100,7 @@ def choose_strategy(
     chunk_size: int | None,
     predictor: MemoryPredictor | None,
     verifier: Verifier,
+    failed: Strategy | None = None,
 ) -> StrategyChoice:
     """Choose the strategy for a batch, as ``"auto"`` does.
 
@@ -109,6 +110,8 @@ def choose_strategy(
         chunk_size: Samples of a chunk; None for the largest chunk that fits.
         predictor: Predicts the memory of strategies; None if there is no limit.
         verifier: Compares strategies with the plain step.
+        failed: Strategy with which the batch did not fit in memory, whatever was predicted. If no
+            chunks are right, the ones after it are taken in order, without a prediction.
 
     Raises:
         ArgumentError: If no strategy gives the gradients of the plain step, or there is neither a
@@ -131,12 +134,14 @@ def choose_strategy(
             size = size_of_chunks(strategy, n, chunk_size, predictor)
             return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
     why = f"chunks do not give its gradients ({_described(problems)}) and"
-    for strategy, how in _HOW_WHOLE.items():
-        if predictor is None or not predictor.fits(strategy, n):
+    whole = list(_HOW_WHOLE)
+    for strategy in whole[whole.index(failed) + 1 if failed in whole else 0 :]:
+        if failed is None and (predictor is None or not predictor.fits(strategy, n)):
             continue
         if not recomputes(strategy) or (can_be_recomputed(spec.model) and is_right(strategy)):
-            why = f"{why} the whole batch fits if {how}"
-            return StrategyChoice(strategy, n, why, predictor.room_for_activations(strategy, n))
+            why = f"{why} the whole batch fits if {_HOW_WHOLE[strategy]}"
+            room = 0 if predictor is None else predictor.room_for_activations(strategy, n)
+            return StrategyChoice(strategy, n, why, room)
     raise _no_strategy(n, problems)
 
 
@@ -259,14 +264,20 @@ class StrategyChooser:
         return StrategyChoice(strategy, size, f"strategy={strategy!r} was given")
 
     def smaller(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> StrategyChoice:
-        """Choose chunks of half the size for a batch that did not fit in memory."""
+        """Choose chunks of half the size, or else the next strategy, for a batch that did not fit.
+
+        Raises:
+            ArgumentError: If no strategy is left.
+        """
         size = -(-chosen.chunk_size // 2)
-        strategy = chosen.strategy
-        if strategy == "plain":
-            batch = inputs, targets
-            strategy = choose_strategy(self.spec, batch, size, None, self._verifier).strategy
-        why = "more samples did not fit in memory"
-        return self._keep(self.key_of(inputs, targets), StrategyChoice(strategy, size, why))
+        batch = inputs, targets
+        if chosen.strategy != "two_pass":
+            failed = chosen.strategy
+            chosen = choose_strategy(self.spec, batch, size, None, self._verifier, failed)
+        if chosen.strategy in CHUNK_STRATEGIES:
+            why = "more samples did not fit in memory"
+            chosen = StrategyChoice(chosen.strategy, size, why)
+        return self._keep(self.key_of(inputs, targets), chosen)
 
     def halve_chunks(self, key: Any) -> None:
         """Let the next batch with this key start with chunks of half the size."""
@@ -321,13 +332,11 @@ class StrategyChooser:
         """Return the key of a choice: the batch's shapes and dtypes, and the modules' modes."""
         return batches.shapes_and_dtypes(inputs, targets), self.spec.training_modes
 
-    def can_be_cut(self, chosen: StrategyChoice) -> bool:
-        """Return whether smaller chunks can compute a batch that does not fit in memory."""
-        if chosen.chunk_size == 1 or self.strategy == "plain":
+    def can_be_smaller(self, chosen: StrategyChoice) -> bool:
+        """Return whether ``smaller`` may find a choice; ``accumulate`` halves chunks itself."""
+        if chosen.chunk_size == 1 or chosen.strategy == "accumulate":
             return False
-        if chosen.strategy == "plain":
-            return not batch_norms(self.spec.model)
-        return chosen.strategy == "two_pass"
+        return chosen.strategy == "two_pass" or self.strategy == "auto"
 
     def _keep(self, key: Any, chosen: StrategyChoice, n: int | None = None) -> StrategyChoice:
         """Use this choice for batches with this key from now on.

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from pinfeed import BigBatch, Config, MiB, estimate
+from pinfeed.errors import ArgumentError
 from pinfeed.training.large_batch.strategy_choice import STRATEGIES
 
 
@@ -198,6 +199,56 @@ def test_activations_have_the_memory_that_the_rest_leaves(strategy: str, limit: 
         optimizer=torch.optim.SGD,
     )
     assert first + step.nbytes - step.breakdown["activations"] == MiB(limit)
+
+
+class Full(nn.Module):
+    """Runs out of memory in the first passes of a whole batch, whatever was predicted."""
+
+    def __init__(self, n_passes: int) -> None:
+        super().__init__()
+        # A comparison of strategies restores numbers, but not lists.
+        self.passes = [True] * n_passes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 23 and self.passes:
+            self.passes.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return x
+
+
+WHOLE = ["plain", "checkpoint", "checkpoint_offload", "offload"]
+
+
+@pytest.mark.parametrize("n_passes", range(5))
+def test_the_next_strategy_follows_one_that_does_not_fit(n_passes: int) -> None:
+    """The batch counts once in running statistics, and has the random numbers of the plain step."""
+    plain, model = (mlp(nn.BatchNorm1d(50), nn.Dropout(), Full(n)) for n in (0, n_passes))
+    torch.manual_seed(1)
+    functional.cross_entropy(plain(X), Y).backward()
+    torch.manual_seed(1)
+    with BigBatch(model, functional.cross_entropy, chunk_size=23) as big:
+        if n_passes == len(WHOLE):
+            with pytest.raises(ArgumentError, match="no strategy that computes the whole batch"):
+                big.backward(X, Y)
+            return
+        big.backward(X, Y)
+        assert big.chosen is not None
+        assert (big.chosen.strategy, big.n_halved) == (WHOLE[n_passes], 0)
+        assert torch.equal(gradients(model), gradients(plain))
+        assert all(map(torch.equal, model.buffers(), plain.buffers()))
+        # The next batch begins with the strategy that fits.
+        big.backward(X, Y)
+        assert big.chosen.strategy == WHOLE[n_passes]
+
+
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_no_strategy_follows_one_that_was_named(strategy: str) -> None:
+    model = mlp(Full(1))
+    with (
+        BigBatch(model, functional.cross_entropy, strategy=strategy) as big,
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        big.backward(X, Y)
 
 
 def test_after_an_error_the_next_batch_works() -> None:
