@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.big_batches import IGNORED, X, Y, contrastive, gradients, mlp
+from support.simulated_gpu import SimulatedGPU
 from torch import nn
 from torch.nn import functional
 
@@ -239,6 +240,47 @@ def test_the_next_strategy_follows_one_that_does_not_fit(n_passes: int) -> None:
         # The next batch begins with the strategy that fits.
         big.backward(X, Y)
         assert big.chosen.strategy == WHOLE[n_passes]
+
+
+class Deep(nn.Module):
+    """Blocks with dropout, after a normalization that chunks would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 64))
+            for _ in range(12)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("strategy", "limit"), [*zip(WHOLE, (10, 4, 2.25, 1.6), strict=True)])
+def test_the_limit_of_an_allocator_decides(
+    strategy: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit holds, because the next strategy follows where memory runs out."""
+    n = 512
+    x, plain, gpu = torch.randn(n, 64), Deep(), SimulatedGPU(monkeypatch, total=MiB(64))
+    torch.manual_seed(1)
+    plain(x).square().mean().backward()
+    with gpu:
+        model, inputs = Deep(), x.clone()
+        gpu.caps.append(int(limit * MiB(1)))
+        torch.manual_seed(1)
+        with BigBatch(model, lambda y, _: y.square().mean(), chunk_size=n) as big:
+            big.backward(inputs)
+            assert big.chosen is not None
+            assert big.chosen.strategy == strategy
+        assert gpu.reserved <= gpu.cap
+    assert torch.equal(gradients(model), gradients(plain))
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
 
 
 @pytest.mark.parametrize("strategy", WHOLE)
