@@ -181,7 +181,9 @@ def test_all_at_once_and_a_loss_of_the_whole_batch() -> None:
     assert len(ib.losses) == 1
 
 
-@pytest.mark.parametrize("strategy", ["plain", "two_pass", "checkpoint", "offload"])
+@pytest.mark.parametrize(
+    "strategy", ["plain", "two_pass", "checkpoint", "checkpoint_offload", "offload"]
+)
 def test_every_strategy_gives_the_same(strategy: str) -> None:
     ib = as_the_readme_makes_it(verbose=False, strategy=strategy, chunk_size=5)
     ib.train(2)

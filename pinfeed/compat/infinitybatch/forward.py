@@ -30,12 +30,12 @@ from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, device_of
 from pinfeed.training.large_batch.strategy_choice import StrategyChoice, choose_strategy
 from pinfeed.training.large_batch.verifier import Verifier
-from pinfeed.training.large_batch.whole_steps import WholeSteps
+from pinfeed.training.large_batch.whole_steps import WholeSteps, recomputes
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import call_model
 from pinfeed.validation.arguments import check_choice, whole_number
 
-_STRATEGIES = ("auto", "plain", "two_pass", "checkpoint", "offload")
+_STRATEGIES = ("auto", "plain", "two_pass", "checkpoint", "checkpoint_offload", "offload")
 
 
 class BatchForward:
@@ -95,8 +95,9 @@ class BatchForward:
         if choice.strategy == "two_pass":
             return _outputs_in_chunks(model, inputs, choice.chunk_size, device, back)
         self._whole = self._whole or WholeSteps(device, self._config)
-        with self._whole.context(choice.strategy, [model], choice.device_limit):
-            return to_device(call_model(model, to_device(inputs, device)), back)
+        inputs = to_device(inputs, device)
+        with self._whole.context(choice.strategy, [model], inputs, choice.device_limit):
+            return to_device(call_model(model, inputs), back)
 
     def _choose(self, model: nn.Module, inputs: Any, optimizer: Any) -> StrategyChoice:
         """Return the choice for batches of this shape; it is made once."""
@@ -135,9 +136,9 @@ class BatchForward:
         if self._strategy == "two_pass" and (norms := batch_norms(spec.model)):
             raise ArgumentError(
                 f"strategy='two_pass' computes chunks, but {norms[0]} normalizes over the batch; "
-                "give strategy='offload' or 'checkpoint'"
+                "give strategy='checkpoint' or 'checkpoint_offload'"
             )
-        if self._strategy not in ("two_pass", "checkpoint"):
+        if self._strategy != "two_pass" and not recomputes(self._strategy):
             return
         if problem := self._verifier.problem_of(self._strategy, spec, inputs):
             warn(

@@ -22,7 +22,11 @@ from pinfeed.training.large_batch.chunked_gradients import (
     GradientAccumulator,
     backward_two_pass,
 )
-from pinfeed.training.large_batch.restored_state import gradient_transaction
+from pinfeed.training.large_batch.restored_state import (
+    buffers_of,
+    gradient_transaction,
+    restore_buffers,
+)
 from pinfeed.training.large_batch.step_result import Check, compare_with_plain_step
 from pinfeed.training.large_batch.step_spec import (
     Count,
@@ -89,10 +93,13 @@ class BigBatch:
             with the same random numbers. The loss may be any function of the outputs.
         ``"checkpoint"``: Computes the whole batch, and recomputes parts of the model in the
             backward pass.
-        ``"offload"``: Computes the whole batch, and keeps activations in host memory until the
-            backward pass.
+        ``"checkpoint_offload"``: Does the same, and keeps the inputs of these parts in host memory
+            until the backward pass.
+        ``"offload"``: Computes the whole batch, and keeps all activations in host memory until the
+            backward pass. It is for models that checkpoint parts of themselves.
         ``"auto"``: Chooses a strategy at the first batch of each size, by memory and by
-            correctness; ``chosen`` says why. It uses chunks only if they give the gradients of the
+            correctness; ``chosen`` says why. If the batch then runs out of memory, it chooses the
+            next one. It uses chunks only if they give the gradients of the
             plain step on a few samples of the first batch (see ``verify``).
 
     Random numbers:
@@ -104,8 +111,7 @@ class BigBatch:
         loss: Function of outputs and targets, called with None for a batch without targets.
         config: A ``pinfeed.Config`` with memory limits; BigBatch uses the largest chunks that fit.
         chunk_size: Samples per chunk; None for the largest chunk that fits ``config``. It has no
-            effect on ``"plain"``, ``"checkpoint"`` and ``"offload"``, which compute the whole
-            batch.
+            effect on strategies that compute the whole batch.
         strategy: One of the strategies above.
         reduction: ``"mean"`` or ``"sum"`` of terms, for a loss that torch does not define.
         count: Function that returns the number of terms of the mean for given targets. None
@@ -114,12 +120,12 @@ class BigBatch:
         modules: Other modules with parameters that the loss uses.
         autocast: Dtype of autocast for forward passes and losses; None for no autocast.
         scaler: A ``torch.amp.GradScaler``; the caller unscales and steps.
-        verify: Whether to compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the
-            plain step before using them. The comparison runs at the first batch, for each new
-            shape of samples, and after ``train()`` or ``eval()``. It computes three samples, whole
-            and in chunks of two and one, and compares outputs, gradients, the loss and the model's
-            state. If they differ, ``"auto"`` takes another strategy or raises, and a named
-            strategy warns. False skips the comparison.
+        verify: Whether to compare strategies that compute chunks or recompute parts with the plain
+            step before using them. The comparison runs at the first batch, for each new shape of
+            samples, and after ``train()`` or ``eval()``. It computes three samples, whole and in
+            chunks of two and one, and compares outputs, gradients, the loss and the model's state.
+            If they differ, ``"auto"`` takes another strategy or raises, and a named strategy
+            warns. Recomputed gradients must be equal bit for bit. False skips the comparison.
 
     Attributes:
         chosen: Strategy of the last batch; None before the first batch.
@@ -292,17 +298,20 @@ class BigBatch:
 
     def _run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
-        state = rng_state.capture() if chosen.strategy in ("plain", "two_pass") else {}
+        may_repeat = self._chooser.can_be_smaller(chosen)
+        state = rng_state.capture() if may_repeat else {}
+        buffers = buffers_of(self._spec.modules if may_repeat else ())
         try:
             with gradient_transaction(self._spec.parameters):
                 return self._compute(chosen, inputs, targets)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not self._chooser.can_be_cut(chosen):
+            if not (may_repeat and is_out_of_memory(error)):
                 raise
         release_cached_memory()
         rng_state.restore(state)
-        self.n_halved += 1
+        restore_buffers(buffers)
         self.chosen = self._chooser.smaller(chosen, inputs, targets)
+        self.n_halved += is_in_chunks(self.chosen, None)
         return self._run(self.chosen, inputs, targets)
 
     def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
@@ -319,8 +328,9 @@ class BigBatch:
                 return self._accumulate(self._stream.chunks(inputs, targets, size), total, key)
             # The batch has no terms, so the plain step decides what its mean is.
             inputs, targets = batches.slice_samples((inputs, targets), 0, size)
-        with self._whole.context(strategy, self._spec.modules, chosen.device_limit):
-            return self._spec.backward_whole(*to_device((inputs, targets), device))
+        inputs, targets = to_device((inputs, targets), device)
+        with self._whole.context(strategy, self._spec.modules, inputs, chosen.device_limit):
+            return self._spec.backward_whole(inputs, targets)
 
     def _accumulate(self, chunks: batches.Chunks, total: float | None, key: Any) -> torch.Tensor:
         accumulator = GradientAccumulator(self._spec)

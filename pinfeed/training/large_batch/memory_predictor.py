@@ -16,9 +16,9 @@ from pinfeed.memory.units import human
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import sample_spec_of
 from pinfeed.training.large_batch.step_spec import batch_norms, device_of
-from pinfeed.training.large_batch.whole_steps import recomputed
+from pinfeed.training.large_batch.whole_steps import offloads, recomputed, recomputes
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.report import largest_that_fits
+from pinfeed.training.memory_model.report import StepMemory, largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import map_tensors
 from pinfeed.training.memory_model.training_step import StepRun, bytes_on_device, plain_step
 
@@ -100,25 +100,27 @@ class MemoryPredictor:
     def fits(self, strategy: str, n: int) -> bool:
         """Return whether a strategy that computes ``n`` samples at once is known to fit."""
         try:
-            step = self._estimator.at(
-                n, _checkpoint_step if strategy == "checkpoint" else plain_step
-            )
+            step = self._whole_step(strategy, n)
         except EstimateError:
             return False
-        if strategy != "offload":
+        if not offloads(strategy):
             return step.nbytes <= self.limit
         is_gpu = self._estimator.device == "cuda"
         fits_on_host = step.breakdown["activations"] <= self._host_limit
-        return is_gpu and fits_on_host and self.room_for_activations(n) >= 0
+        return is_gpu and fits_on_host and self.room_for_activations(strategy, n) >= 0
 
-    def room_for_activations(self, n: int) -> int:
+    def room_for_activations(self, strategy: str, n: int) -> int:
         """Return the device memory that the rest of a step of ``n`` samples leaves, in bytes.
 
         Raises:
             EstimateError: If the step cannot be predicted.
         """
-        step = self._estimator.at(n)
+        step = self._whole_step(strategy, n)
         return self.limit - (step.nbytes - step.breakdown["activations"])
+
+    def _whole_step(self, strategy: str, n: int) -> StepMemory:
+        """Return the memory of a step of ``n`` samples at once, as if nothing was offloaded."""
+        return self._estimator.at(n, _checkpoint_step if recomputes(strategy) else plain_step)
 
     def _bytes_of_chunks(self, strategy: str, n: int, chunk_size: int) -> int:
         """Return the device memory of a batch of ``n`` samples that is computed in chunks."""

@@ -80,6 +80,14 @@ def buffers_of(modules: Sequence[nn.Module]) -> Buffers:
     return [(one, copies_of(one._buffers)) for one in every.values()]
 
 
+def restore_buffers(before: Buffers) -> None:
+    """Set the buffers to the values ``before``."""
+    for module, values in before:
+        for name, value in values.items():
+            if (buffer := module._buffers[name]) is not None:
+                buffer.copy_(value)
+
+
 @contextlib.contextmanager
 def replayed_buffers(before: Buffers) -> Iterator[None]:
     """Run a computation again from the buffers ``before``, without a lasting effect on buffers.

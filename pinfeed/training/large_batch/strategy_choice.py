@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,16 +16,22 @@ from pinfeed.memory.units import MiB
 from pinfeed.training.large_batch import batches
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.large_batch.verifier import Verifier
-from pinfeed.training.large_batch.whole_steps import can_be_recomputed
+from pinfeed.training.large_batch.whole_steps import can_be_recomputed, recomputes
 from pinfeed.training.memory_model.training_step import check_autocast
-from pinfeed.validation.arguments import check_flag, whole_number
+from pinfeed.validation.arguments import check_choice, check_flag, whole_number
 
-Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
-STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
+Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "checkpoint_offload", "offload"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 CHUNK_STRATEGIES: tuple[Strategy, ...] = ("accumulate", "two_pass")
 """Strategies that compute a batch in chunks, the fastest first."""
+_HOW_WHOLE: dict[Strategy, str] = {
+    "checkpoint": "parts of the model are recomputed",
+    "checkpoint_offload": "parts of the model are recomputed and their inputs wait in host memory",
+    "offload": "its activations wait in host memory",
+}
+"""Strategies that compute the whole batch in less memory, the fastest first, and how it fits."""
 DIFFERS = "does not give the gradients of the plain step"
 """Description of a strategy that is not right."""
 SOURCE = object()
@@ -94,6 +100,7 @@ def choose_strategy(
     chunk_size: int | None,
     predictor: MemoryPredictor | None,
     verifier: Verifier,
+    failed: Strategy | None = None,
 ) -> StrategyChoice:
     """Choose the strategy for a batch, as ``"auto"`` does.
 
@@ -103,6 +110,8 @@ def choose_strategy(
         chunk_size: Samples of a chunk; None for the largest chunk that fits.
         predictor: Predicts the memory of strategies; None if there is no limit.
         verifier: Compares strategies with the plain step.
+        failed: Strategy with which the batch did not fit in memory, whatever was predicted. If no
+            chunks are right, the ones after it are taken in order, without a prediction.
 
     Raises:
         ArgumentError: If no strategy gives the gradients of the plain step, or there is neither a
@@ -112,31 +121,27 @@ def choose_strategy(
     n = batches.n_samples(batch[0])
     problems: dict[str, str] = {}
 
-    def fits(strategy: Strategy) -> bool:
-        return predictor is not None and predictor.fits(strategy, n)
-
     def is_right(strategy: Strategy) -> bool:
         if problem := verifier.problem_of(strategy, spec, *batch):
             problems[strategy] = problem
         return not problem
 
-    if (chunk_size is not None and chunk_size >= n) or fits("plain"):
+    has_one_chunk = chunk_size is not None and chunk_size >= n
+    if has_one_chunk or (predictor is not None and predictor.fits("plain", n)):
         return StrategyChoice("plain", n, "the whole batch fits in memory")
-    norms = batch_norms(spec.model)
     for strategy in CHUNK_STRATEGIES if spec.reduction else CHUNK_STRATEGIES[1:]:
-        if norms:
-            problems[strategy] = f"{norms[0]} normalizes over the batch"
-            continue
-        size = size_of_chunks(strategy, n, chunk_size, predictor)
         if is_right(strategy):
+            size = size_of_chunks(strategy, n, chunk_size, predictor)
             return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
     why = f"chunks do not give its gradients ({_described(problems)}) and"
-    if predictor is not None and fits("offload"):
-        why = f"{why} its activations fit in host memory"
-        return StrategyChoice("offload", n, why, predictor.room_for_activations(n))
-    if can_be_recomputed(spec.model) and fits("checkpoint") and is_right("checkpoint"):
-        why = f"{why} the whole batch fits if parts of the model are recomputed"
-        return StrategyChoice("checkpoint", n, why)
+    whole = list(_HOW_WHOLE)
+    for strategy in whole[whole.index(failed) + 1 if failed in whole else 0 :]:
+        if failed is None and (predictor is None or not predictor.fits(strategy, n)):
+            continue
+        if not recomputes(strategy) or (can_be_recomputed(spec.model) and is_right(strategy)):
+            why = f"{why} the whole batch fits if {_HOW_WHOLE[strategy]}"
+            room = 0 if predictor is None else predictor.room_for_activations(strategy, n)
+            return StrategyChoice(strategy, n, why, room)
     raise _no_strategy(n, problems)
 
 
@@ -163,7 +168,7 @@ def _no_strategy(n: int, problems: Mapping[str, str]) -> ArgumentError:
     return ArgumentError(
         f"chunks do not give the gradients of {n} samples ({_described(problems)}), and no "
         "strategy that computes the whole batch is known to fit in memory; give config= with "
-        "larger limits, or strategy='offload' or 'checkpoint'; or change the model (GroupNorm "
+        "larger limits, or strategy='checkpoint'; or change the model (GroupNorm "
         "instead of BatchNorm, eval() for layers whose state changes, outputs with one row for "
         "each sample); or, if the difference does not matter, give strategy='accumulate', "
         "strategy='two_pass' or verify=False"
@@ -204,11 +209,7 @@ class StrategyChooser:
     def __post_init__(self) -> None:
         if not (self.config is None or isinstance(self.config, MemoryLimits)):
             raise ArgumentError(f"config={self.config!r}: expected a pinfeed.Config, or None")
-        strategies = ("auto", *STRATEGIES)
-        if self.strategy not in strategies:
-            raise ArgumentError(
-                f"strategy={self.strategy!r}: expected one of {str(strategies)[1:-1]}"
-            )
+        check_choice(self.strategy, "strategy", ("auto", *STRATEGIES))
         if self.chunk_size is not None:
             whole_number(self.chunk_size, "chunk_size")
         check_autocast(self.autocast)
@@ -240,10 +241,8 @@ class StrategyChooser:
         if strategy in CHUNK_STRATEGIES:
             size = self._chunk_size(strategy, n, inputs, targets)
         chosen = self.named(strategy, n, size)
-        # Batches that a normalization sees in chunks have been warned of.
-        is_cut = is_in_chunks(chosen, n) and not batch_norms(self.spec.model)
         problem = ""
-        if is_cut or strategy == "checkpoint":
+        if is_in_chunks(chosen, n) or recomputes(strategy):
             problem = self._verifier.problem_of(strategy, self.spec, inputs, targets)
         chosen = self._keep(key, chosen, n)
         _warn(strategy, problem)
@@ -262,19 +261,23 @@ class StrategyChooser:
         """
         self._check_reduction(strategy)
         size = min(n, chunk_size) if strategy in CHUNK_STRATEGIES else n
-        if size < n and (norms := batch_norms(self.spec.model)):
-            _warn(strategy, _normalizes_chunks(norms, size))
         return StrategyChoice(strategy, size, f"strategy={strategy!r} was given")
 
     def smaller(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> StrategyChoice:
-        """Choose chunks of half the size for a batch that did not fit in memory."""
+        """Choose chunks of half the size, or else the next strategy, for a batch that did not fit.
+
+        Raises:
+            ArgumentError: If no strategy is left.
+        """
         size = -(-chosen.chunk_size // 2)
-        strategy = chosen.strategy
-        if strategy == "plain":
-            batch = inputs, targets
-            strategy = choose_strategy(self.spec, batch, size, None, self._verifier).strategy
-        why = "more samples did not fit in memory"
-        return self._keep(self.key_of(inputs, targets), StrategyChoice(strategy, size, why))
+        batch = inputs, targets
+        if chosen.strategy != "two_pass":
+            failed = chosen.strategy
+            chosen = choose_strategy(self.spec, batch, size, None, self._verifier, failed)
+        if chosen.strategy in CHUNK_STRATEGIES:
+            why = "more samples did not fit in memory"
+            chosen = StrategyChoice(chosen.strategy, size, why)
+        return self._keep(self.key_of(inputs, targets), chosen)
 
     def halve_chunks(self, key: Any) -> None:
         """Let the next batch with this key start with chunks of half the size."""
@@ -296,9 +299,7 @@ class StrategyChooser:
             why = "the batches of a source arrive one by one"
             chosen = StrategyChoice("accumulate", size, why)
         problem = ""
-        if norms := batch_norms(self.spec.model):
-            problem = _normalizes_chunks(norms, chosen.chunk_size)
-        elif self.verify and len(first) > batches.n_samples(inputs) == 1:
+        if self.verify and len(first) > batches.n_samples(inputs) == 1:
             problem = (
                 "no two samples of the first batches have the same shape, so the strategy cannot "
                 "be compared with the plain step"
@@ -331,13 +332,11 @@ class StrategyChooser:
         """Return the key of a choice: the batch's shapes and dtypes, and the modules' modes."""
         return batches.shapes_and_dtypes(inputs, targets), self.spec.training_modes
 
-    def can_be_cut(self, chosen: StrategyChoice) -> bool:
-        """Return whether smaller chunks can compute a batch that does not fit in memory."""
-        if chosen.chunk_size == 1 or self.strategy == "plain":
+    def can_be_smaller(self, chosen: StrategyChoice) -> bool:
+        """Return whether ``smaller`` may find a choice; ``accumulate`` halves chunks itself."""
+        if chosen.chunk_size == 1 or chosen.strategy == "accumulate":
             return False
-        if chosen.strategy == "plain":
-            return not batch_norms(self.spec.model)
-        return chosen.strategy == "two_pass"
+        return chosen.strategy == "two_pass" or self.strategy == "auto"
 
     def _keep(self, key: Any, chosen: StrategyChoice, n: int | None = None) -> StrategyChoice:
         """Use this choice for batches with this key from now on.
@@ -383,13 +382,6 @@ class StrategyChooser:
                 self.spec.model, self.config, inputs, targets, **options
             )
         return self._predictors[key]
-
-
-def _normalizes_chunks(norms: list[str], size: int) -> str:
-    return (
-        f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch as "
-        "strategy='checkpoint' does"
-    )
 
 
 def _warn(strategy: str, problem: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import n_samples, sample_shapes_and_dtypes, select_samples
 from pinfeed.training.large_batch.restored_state import (
     gradients_set_aside,
@@ -22,17 +21,15 @@ from pinfeed.training.large_batch.restored_state import (
     restored_attribute,
 )
 from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS, Samples, StepComparison
-from pinfeed.training.large_batch.step_spec import StepSpec
-from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
+from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.whole_steps import recomputes
+from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
 _MOST_COMPARED = 3
 """Most samples on which a strategy is compared with the plain step."""
-_LEAST_COMPARED = 2
 _MAY_BE_ROUNDING = 1e-2
 """A smaller difference may be rounding that the model amplifies; float64 shows whether it is."""
-_MOST_NUMBERS = 4096
-"""Largest number of elements of a row from which a score is computed."""
 
 
 class Verifier:
@@ -61,7 +58,8 @@ class Verifier:
         Parameters, gradients, buffers, attributes and random generators do not change.
 
         Args:
-            strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
+            strategy: A strategy. ``"checkpoint_offload"`` is compared as ``"checkpoint"``, because
+                offloading changes no value.
             spec: The model and the loss, on their device.
             inputs: A batch.
             targets: Its targets, or None.
@@ -70,11 +68,14 @@ class Verifier:
             A clause without a full stop; "" if nothing differs.
 
         Raises:
-            RuntimeError: If the comparison fails, or if two samples do not fit on the device at
-                once. The type is that of the original error, which may be MemoryError.
+            RuntimeError: If the samples do not fit on the device at once. The type is that of the
+                original error, which may be MemoryError.
         """
+        strategy = "checkpoint" if recomputes(strategy) else strategy
+        if strategy != "checkpoint" and (norms := batch_norms(spec.model)):
+            return f"{norms[0]} normalizes over the batch"
         n = min(_MOST_COMPARED, n_samples(inputs))
-        if not self.is_on or n < _LEAST_COMPARED:
+        if not self.is_on or n == 1:
             return ""
         key = strategy, sample_shapes_and_dtypes(inputs, targets), spec.training_modes
         if key not in self._problems:
@@ -84,24 +85,17 @@ class Verifier:
                 return ""
             # A loss may use parameters of the model, whose gradients belong to the user.
             with gradients_set_aside(spec.parameters):
-                self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
+                try:
+                    self._problems[key] = self._find_problem(n, strategy, spec, inputs, targets)
+                except (RuntimeError, MemoryError) as error:
+                    if is_out_of_memory(error):
+                        raise type(error)(
+                            f"{error}: {n} samples do not fit on the device at once, so "
+                            f"strategy={strategy!r} cannot be compared with the plain step; free "
+                            "memory, or give verify=False"
+                        ) from error
+                    raise
         return self._problems[key]
-
-    def _problem_on(self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> str:
-        """Compare ``n`` samples, or fewer if they do not fit."""
-        try:
-            return self._find_problem(n, strategy, spec, inputs, targets)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            if n == _LEAST_COMPARED:
-                raise type(error)(
-                    f"{error}: two samples do not fit on the device at once, so "
-                    f"strategy={strategy!r} cannot be compared with the plain step; free memory, "
-                    "or give verify=False"
-                ) from error
-        release_cached_memory()
-        return self._problem_on(n - 1, strategy, spec, inputs, targets)
 
     def _find_problem(
         self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any
@@ -113,7 +107,8 @@ class Verifier:
             return "the model has uninitialized parameters; run one forward pass before"
 
         def samples(most: int) -> Samples:
-            rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
+            last = n_samples(inputs) - 1
+            rows = torch.linspace(0, last, min(most, last + 1), dtype=torch.float64).round().long()
             found: Samples = to_device(select_samples((inputs, targets), rows), spec.device)
             return found
 
@@ -134,6 +129,7 @@ def _find_difference(
     """Compare in the model's dtype, and again in float64 if rounding may be the reason.
 
     A model that runs only with autocast has several dtypes. It is compared in float64, too.
+    Recomputation does not round in another way, so float64 does not excuse it.
 
     Returns:
         A clause that says how the strategy differs on ``n`` samples, and whether the forward pass
@@ -141,10 +137,12 @@ def _find_difference(
     """
     own = StepComparison(spec, strategy, samples, n)
     problem = ""
-    if not any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters):
+    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
+    if not (is_narrow and own.is_cut):
         problem, error = own.difference()
         needs_autocast = is_in_autocast and problem.startswith(PLAIN_FAILS)
-        if not problem or (error > _MAY_BE_ROUNDING and not needs_autocast):
+        may_be_rounding = own.is_cut and error <= _MAY_BE_ROUNDING
+        if not problem or not (may_be_rounding or needs_autocast):
             return problem, own.has_drawn
     with contextlib.suppress(Exception), in_float64(spec.modules):
         wide = StepComparison(
@@ -157,47 +155,6 @@ def _find_difference(
     problem = problem or own.difference()[0]
     hidden = "the model does not run in float64, and the rounding of its dtype may hide differences"
     return problem or hidden, own.has_drawn
-
-
-def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
-    """Choose ``n`` samples with rare, negative and extreme targets, and of different lengths.
-
-    Args:
-        inputs: A batch of at least ``n`` samples.
-        targets: Its targets, or None.
-        n: Number of samples to choose.
-
-    Returns:
-        Distinct row indices, shape (n,), int64, on the CPU.
-    """
-    scores = [score for rows in _dense_rows(targets) for score in _target_scores(rows)]
-    # Zeros pad token ids and masks, so the number of other values follows the length.
-    scores += [(x != 0).sum(1) for x in _dense_rows(inputs) if not x.is_floating_point()]
-    chosen = [int(row) for score in scores for row in (score.argmax(), score.argmin())]
-    spread = torch.linspace(0, n_samples(inputs) - 1, n).round().long().tolist()
-    candidates = dict.fromkeys([*list(dict.fromkeys(chosen))[:n], *spread, *range(n)])
-    # The samples keep their order, because a model may need them sorted by length.
-    return torch.tensor(sorted(list(candidates)[:n]))
-
-
-def _target_scores(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield scores of shape (samples,) that distinguish targets, the most distinctive first."""
-    if not rows.is_floating_point():
-        # Losses leave out negative targets, such as -100.
-        yield (rows < 0).sum(1)
-        _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
-        yield -counts[inverse].reshape(rows.shape).amin(1)
-    yield rows.double().mean(1)
-
-
-def _dense_rows(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield each real tensor of a batch with shape (samples, numbers)."""
-    for _, leaf in flatten(batch)[0]:
-        is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        if is_dense and leaf.ndim and leaf.numel() and not leaf.is_complex():
-            rows = leaf.detach().reshape(len(leaf), -1)
-            # Long rows are sampled at intervals, which bounds time and memory.
-            yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]
 
 
 def _in_float64(tensor: torch.Tensor) -> torch.Tensor:

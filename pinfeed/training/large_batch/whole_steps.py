@@ -1,7 +1,7 @@
 """WholeSteps: steps that compute a whole batch at once, with less memory for activations.
 
 Recomputed parts of a model keep only their inputs, and run again in the backward pass. Offloaded
-activations wait in host memory.
+activations wait in host memory. With both, only the inputs of parts are activations that wait.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.training.large_batch.restored_state import buffers_of, replayed_buffers
+from pinfeed.training.memory_model.tensor_specs import tensor_leaves
 from pinfeed.training.offload.offload import Offload
 
 _LEAST_PARTS = 2
@@ -40,31 +41,49 @@ class WholeSteps:
         self._offload: Offload | None = None
         self._device_limit = 0
 
+    @contextlib.contextmanager
     def context(
-        self, strategy: str, modules: Sequence[nn.Module], device_limit: int
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of the forward pass.
+        self, strategy: str, modules: Sequence[nn.Module], inputs: Any, device_limit: int
+    ) -> Iterator[None]:
+        """Enter the context of a forward pass.
 
         Args:
             strategy: The strategy.
             modules: Modules whose parameters receive gradients, the model first.
+            inputs: Inputs of the model. They stay on the device, because the caller keeps them.
             device_limit: Device memory for offloaded activations, in bytes.
         """
-        if strategy == "checkpoint":
-            return recomputed(modules[0])
-        if strategy != "offload":
-            return contextlib.nullcontext()
-        if self._offload is None or device_limit < self._device_limit:
-            self.close()
-            limit = None if self._config is None else self._config.host_limit(free_host_bytes())
-            self._offload = Offload(self._device, host_limit=limit, device_limit=device_limit)
-            self._device_limit = device_limit
-        return self._offload.step(*modules)
+        with contextlib.ExitStack() as stack:
+            if recomputes(strategy):
+                stack.enter_context(recomputed(modules[0]))
+            if offloads(strategy):
+                offload = self._offload_with(device_limit)
+                stack.enter_context(offload.step(*modules, *tensor_leaves(inputs)))
+            yield
 
     def close(self) -> None:
         """Free page-locked memory. Further calls do nothing."""
         if self._offload is not None:
             self._offload.close()
+
+    def _offload_with(self, device_limit: int) -> Offload:
+        """Return the Offload, a new one if the limit is lower than before."""
+        if self._offload is None or device_limit < self._device_limit:
+            self.close()
+            limit = None if self._config is None else self._config.host_limit(free_host_bytes())
+            self._offload = Offload(self._device, host_limit=limit, device_limit=device_limit)
+            self._device_limit = device_limit
+        return self._offload
+
+
+def recomputes(strategy: str) -> bool:
+    """Return whether the backward pass of a strategy computes parts of the model again."""
+    return strategy.startswith("checkpoint")
+
+
+def offloads(strategy: str) -> bool:
+    """Return whether a strategy keeps activations in host memory."""
+    return strategy.endswith("offload")
 
 
 @contextlib.contextmanager

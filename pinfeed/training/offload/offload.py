@@ -19,9 +19,10 @@ from pinfeed.errors import ClosedError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.units import KiB, MiB, parse_size
 from pinfeed.tensors.numpy_torch import version_of
-from pinfeed.training.offload.offload_transfer import OffloadTransfer, SavedHandle, SavedPiece
+from pinfeed.training.offload.offload_transfer import OffloadTransfer, SavedPiece
 from pinfeed.training.offload.pinned_pool import PinnedPool
 from pinfeed.training.offload.saved_tensors import (
+    Geometry,
     KeptTensor,
     SavedVersion,
     Storages,
@@ -69,23 +70,41 @@ class OffloadStats:
     n_blocks_made: int
 
 
+@dataclass(eq=False)
+class MovedTensor:
+    """A saved tensor on a piece, which lives as long as any tensor on it.
+
+    Attributes:
+        piece: The piece.
+        geometry: Layout of the tensor on the piece.
+    """
+
+    piece: SavedPiece
+    geometry: Geometry
+
+
 class Offload:
     """Activation offload: keeps saved tensors in pinned host memory until the backward pass.
 
     The forward pass copies tensors that autograd saves to page-locked (pinned) host memory, except
-    for the last ones. The backward pass copies them back to the device before it needs them.
+    for the last ones. The backward pass copies them back to the device before it needs them. Use it
+    around checkpointed blocks, which save only their inputs, if checkpoints alone do not fit.
 
     Examples:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh())
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> blocks = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+        >>> optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
         >>> with pinfeed.Offload("auto", host_limit=pinfeed.MiB(64)) as offload:
-        ...     with offload.step(model):
-        ...         loss = model(torch.randn(128, 256)).sum()
+        ...     with offload.step(blocks):
+        ...         x = torch.randn(128, 256)
+        ...         for block in blocks:
+        ...             x = checkpoint(block, x, use_reentrant=False)
+        ...         loss = x.sum()
         ...     loss.backward()
         ...     optimizer.step()
 
     Gradients and all other results, such as dropout and BatchNorm's running statistics, equal those
-    of the plain step bit for bit, because nothing is computed twice or in another order. Each
+    of the plain step bit for bit, because it computes nothing twice or in another order. Each
     storage is copied once, even if several saved tensors share it.
 
     The first step allocates pinned memory, which takes time. Later steps reuse it, so that the host
@@ -130,21 +149,20 @@ class Offload:
         if host_limit is not None:
             host_limit = parse_size(host_limit, "host_limit", least=0, note=", or None")
         threshold = parse_size(threshold, "threshold", least=0)
-        self._device_limit = parse_size(device_limit, "device_limit", least=0)
+        device_limit = parse_size(device_limit, "device_limit", least=0)
         self.device: Device = resolve(device, n_spare=0)
         self._owns_device = self.device is not device
         self._storages = self.storages(self.device.name)
         self._pool = PinnedPool(
             self.device, free_host_bytes() // 2 if host_limit is None else host_limit
         )
-        self._transfer = OffloadTransfer(self.device, self._pool, self._device_limit)
+        self._transfer = OffloadTransfer(self.device, self._pool, device_limit)
         self._threshold = threshold
         # The backward pass runs in threads of autograd.
         self._lock = threading.Lock()
         self._pieces: weakref.WeakValueDictionary[tuple[int, range], SavedPiece] = (
             weakref.WeakValueDictionary()
         )
-        self._served: list[weakref.ref[SavedPiece]] = []
         self._n_pieces = 0
         self._is_closed = False
 
@@ -215,7 +233,7 @@ class Offload:
     def _owner(self, tensor: torch.Tensor) -> Any:
         return self._storages.owner(tensor) if self._storages.is_dense(tensor) else None
 
-    def _pack(self, tensor: torch.Tensor, staying: dict[int, Any]) -> KeptTensor | SavedHandle:
+    def _pack(self, tensor: torch.Tensor, staying: dict[int, Any]) -> KeptTensor | MovedTensor:
         """Save a tensor for the graph.
 
         Autograd calls this in the thread of the forward pass, or in the thread of a backward pass
@@ -234,7 +252,7 @@ class Offload:
             # for whatever stream the memory was allocated.
             self.device.share(tensor, self.device.current_stream())
             piece = self._find(tensor, owner, ranges) or self._save(tensor, owner, ranges[0])
-            return SavedHandle(piece, geometry_of(tensor, piece.cut))
+            return MovedTensor(piece, geometry_of(tensor, piece.cut))
 
     def _find(self, tensor: torch.Tensor, owner: Any, ranges: list[range]) -> SavedPiece | None:
         """Return the piece that already has the tensor's values; None if there is none."""
@@ -261,7 +279,7 @@ class Offload:
         self._pieces[id(owner), cut] = piece
         return piece
 
-    def _unpack(self, packed: KeptTensor | SavedHandle) -> torch.Tensor:
+    def _unpack(self, packed: KeptTensor | MovedTensor) -> torch.Tensor:
         """Return a saved tensor to the graph.
 
         Autograd calls this in one of its threads, in the stream of the forward pass.
@@ -274,21 +292,6 @@ class Offload:
         with self._lock, torch.no_grad():
             compute = self.device.current_stream()
             memory = self._transfer.use(piece, compute)
-            packed.back = piece.back
-            self._forget_served(piece)
             if not self._is_closed:
                 self._transfer.fetch_ahead(piece, compute)
             return self._storages.rebuild(memory, packed.geometry)
-
-    def _forget_served(self, piece: SavedPiece) -> None:
-        """Free device memory of pieces after a retained graph has received all their tensors.
-
-        The last piece stays, because one node may ask for it more than once.
-        """
-        others = [other for other in (ref() for ref in self._served) if other is not None]
-        served = [other for other in others if other is not piece and other.back is not None]
-        if piece.back is not None and piece.is_served:
-            served.append(piece)
-        while len(served) > 1 and sum(other.nbytes for other in served) > self._device_limit:
-            self._transfer.forget(served.pop(0))
-        self._served = [weakref.ref(other) for other in served]

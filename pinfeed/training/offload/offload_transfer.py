@@ -51,14 +51,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pinfeed.devices.device import Device, Event, Stream
 from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
-from pinfeed.training.offload.saved_tensors import Geometry, SavedVersion
+from pinfeed.training.offload.saved_tensors import SavedVersion
 
 _BYTES = np.dtype(np.uint8)
 _NODE_PIECES = 16
@@ -79,7 +79,6 @@ class SavedPiece:
         stream: Stream in whose order ``memory`` may be used and freed.
         version: Storage and version of the values.
         probe: Tensor without memory that shares the version counter of the saved tensor.
-        handles: Handles of the saved tensors on the piece.
         back: Event after the copy that filled ``memory``; None before that copy. Other
             streams must wait for it.
     """
@@ -90,37 +89,12 @@ class SavedPiece:
     stream: Stream
     version: SavedVersion
     probe: torch.Tensor
-    handles: list[weakref.ref[SavedHandle]] = field(default_factory=list)
     back: Event | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return len(self.cut)
-
-    @property
-    def is_served(self) -> bool:
-        """Whether every tensor on the piece was unpacked since the piece was restored."""
-        handles = (ref() for ref in self.handles)
-        return all(handle is None or handle.back is self.back for handle in handles)
-
-
-@dataclass(eq=False)
-class SavedHandle:
-    """Handle of a saved tensor on a piece; the piece lives as long as any of its handles.
-
-    Attributes:
-        piece: The piece.
-        geometry: Layout of the tensor on the piece.
-        back: The piece's ``back`` when the tensor was last unpacked.
-    """
-
-    piece: SavedPiece
-    geometry: Geometry
-    back: Event | None = None
-
-    def __post_init__(self) -> None:
-        self.piece.handles.append(weakref.ref(self))
 
 
 @dataclass(frozen=True)
@@ -193,6 +167,8 @@ class OffloadTransfer:
         self._pieces: weakref.WeakValueDictionary[int, SavedPiece] = weakref.WeakValueDictionary()
         self._blocks: dict[int, PinnedBlock] = {}
         """Bytes on the host, by position of the pieces that were sent."""
+        self._restored: dict[int, int] = {}
+        """Bytes by position of the pieces that came back, the one that was used last at the end."""
         # Positions of pieces that died. It is a deque, because the operations of a deque are atomic
         # and a finalizer may interrupt any other code.
         self._dead: deque[int] = deque()
@@ -249,6 +225,8 @@ class OffloadTransfer:
             piece.memory = fetch.memory
             piece.back = fetch.done
             piece.stream = fetch.stream
+        if piece.back is not None:
+            self._bound_restored(piece)
         if compute != piece.stream and piece.back is not None:
             # H6, in another stream than the one for which the memory was allocated.
             compute.wait(piece.back)
@@ -279,12 +257,6 @@ class OffloadTransfer:
                     return
             self._last_examined = position
 
-    def forget(self, piece: SavedPiece) -> None:
-        """Free the device memory of a restored piece; a later use fetches it again."""
-        if piece.back is not None:
-            piece.memory = None
-            piece.back = None
-
     def tidy(self) -> None:
         """Free the device memory of dead pieces, and reclaim their blocks."""
         while self._dead:
@@ -292,6 +264,7 @@ class OffloadTransfer:
             self._drop_unsent(position)
             self._release(position)
             self._drop_fetch(position)
+            self._restored.pop(position, None)
             if (block := self._blocks.pop(position, None)) is not None:
                 self._pool.give(block)
 
@@ -342,6 +315,20 @@ class OffloadTransfer:
         block.busy = back
         self.restored_bytes += piece.nbytes
         return _PendingCopy(memory, back, compute)
+
+    def _bound_restored(self, used: SavedPiece) -> None:
+        """Free the device memory of restored pieces beyond the limit; a use fetches them again.
+
+        A retained graph, or a later node, keeps them alive.
+        """
+        self._restored.pop(used.position, None)
+        self._restored[used.position] = used.nbytes
+        while len(self._restored) > 1 and sum(self._restored.values()) > self._limit:
+            position = next(iter(self._restored))
+            del self._restored[position]
+            if (piece := self._pieces.get(position)) is not None:
+                piece.memory = None
+                piece.back = None
 
     def _is_only_on_host(self, piece: SavedPiece) -> bool:
         return piece.memory is None and piece.position not in self._fetches.by_position

@@ -98,7 +98,7 @@ def test_a_loss_of_the_whole_batch_is_not_accumulated() -> None:
 def test_statistics_of_chunks_are_warned_of(strategy: str) -> None:
     with pytest.warns(
         UserWarning,
-        match=r"module '1' \(BatchNorm1d\) normalizes over chunks of 5 samples",
+        match=r"module '1' \(BatchNorm1d\) normalizes over the batch",
     ):
         both("norm", strategy)
 
@@ -151,7 +151,10 @@ def test_a_limit_chooses() -> None:
 
     assert made("auto", MiB(132)) == "plain"
     assert made("auto", MiB(82)) == "accumulate"
-    assert made("auto", MiB(104), nn.BatchNorm1d(300)) in ("offload", "checkpoint")
+    # Recomputation alone comes first, and together with Offload only if it does not fit.
+    assert made("auto", MiB(104), nn.BatchNorm1d(300)) == "checkpoint"
+    assert made("auto", MiB(92), nn.BatchNorm1d(300)) == "checkpoint_offload"
+    assert made("auto", MiB(80), nn.BatchNorm1d(300)) == "offload"
     with pytest.raises(errors.NotEnoughGPUMemory, match="chunks of one sample need"):
         made("auto", MiB(20))
 
@@ -287,7 +290,7 @@ def test_check_reports_the_result_and_changes_nothing(
     ):
         warnings.simplefilter("always")
         found = big.check(X, targets)
-    assert bool(said) != exact
+    assert not said
     assert found.is_exact == exact
     assert ("equal except for rounding" in str(found)) == exact
     assert (found.gradient_error > 0.01) != exact
@@ -312,8 +315,7 @@ def test_check_fixes_random_numbers_that_chunks_draw(strategy: str) -> None:
     assert torch.equal(torch.get_rng_state(), numbers)
     mixing = dropouts(nn.BatchNorm1d(7))
     with BigBatch(mixing, functional.cross_entropy, strategy=strategy) as big:
-        with pytest.warns(UserWarning, match="normalizes over chunks"):
-            found = big.check(X, Y, chunk_size=5)
+        found = big.check(X, Y, chunk_size=5)
         assert found.has_fixed_numbers
         assert not found.is_exact
 
@@ -395,7 +397,7 @@ def test_any_sizes(n: int, chunk_size: int, ignored: set[int], strategy: str) ->
     ("arguments", "said"),
     [
         ({"chunk_size": 0}, "chunk_size=0: expected a whole number, at least 1"),
-        ({"strategy": "fast"}, "strategy='fast': expected one of 'auto', 'plain', 'accumulate'"),
+        ({"strategy": "fast"}, "strategy='fast': expected 'auto' or 'plain' or 'accumulate'"),
         ({"reduction": "none"}, "reduction='none'"),
         ({"model": 3}, "model=3: expected a torch module"),
         ({"loss": 3}, "loss=3: expected a function"),

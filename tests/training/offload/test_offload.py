@@ -56,13 +56,14 @@ def test_storages_are_released_and_copied_back() -> None:
 
 def test_a_storage_is_copied_once_in_each_direction() -> None:
     x = torch.randn(8, 24, requires_grad=True)
-    with Offload("cpu", **ALL) as offload:
+    with Offload("cpu", **ALL | {"device_limit": KiB(1)}) as offload:
         with offload.step():
             y = x.exp()  # saves y
             a, b, c = y.chunk(3, 1)
-            loss = (y * y).sum() + (a * b.sin()).sum() + (c.t() * a.t()).sum() + y.sum().exp()
+            loss = (y * y).sum() + (a * b.sin()).sum() + (c.t() * a.t()).sum()
+            loss = loss + (y.sum() / x.new_full((512,), 3).requires_grad_().exp()).sum()
         stats = offload.stats
-        # The storages are those of y and of the sine; that of the last result stays.
+        # The storages are those of y and of the sine; those of the last operations stay.
         assert stats.n_storages == 2
         loss.backward()
         assert offload.stats.restored_bytes == stats.offloaded_bytes == 8 * 24 * 4 + 8 * 8 * 4

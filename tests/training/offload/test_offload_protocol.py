@@ -19,6 +19,7 @@ from torch import nn
 from pinfeed import KiB, MiB
 from pinfeed.testing import favour, lazy
 from pinfeed.testing.sim_streams import SimMemory
+from pinfeed.training.large_batch.whole_steps import recomputed
 from pinfeed.training.offload.offload import Offload
 from pinfeed.training.offload.saved_tensors import (
     Geometry,
@@ -219,6 +220,37 @@ def test_a_loop_that_changes_its_stream_once(options: dict[str, Any], i: int) ->
 def test_corner_schedules(corner: str) -> None:
     rng = random.Random(corner)
     check(SimTorchDevice(CORNERS[corner]()), rng.choice(OPTIONS), 3, tuple(rng.sample(DOES, 3)))
+
+
+@pytest.mark.parametrize("choose", [lazy, favour("write"), favour("read"), favour("compute")])
+def test_recomputed_parts_on_any_schedule(choose: Any) -> None:
+    """Only the inputs of parts are moved; each part has two layers."""
+
+    def steps(device: SimTorchDevice | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = (layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh()))
+        model = nn.Sequential(*layers)
+        inputs = [torch.randn(8, 8) for _ in range(3)]
+        found = []
+        if device is None:
+            for x in inputs:
+                found += torch.autograd.grad(model(x).exp().sum(), list(model.parameters()))
+            return found
+        with device.factories():
+            model.to(META)
+            inputs = [x.to(META) for x in inputs]
+            with SimOffload(device, threshold=0, host_limit=KiB(64), device_limit=1) as offload:
+                for x in inputs:
+                    with recomputed(model), offload.step(model, x):
+                        loss = model(x).exp().sum()
+                    Run.temporaries()
+                    found += torch.autograd.grad(loss, list(model.parameters()))
+                assert 0 < offload.stats.n_storages <= 3 * len(inputs)
+            found = [device.host(tensor) for tensor in found]
+            device.drain()
+        return found
+
+    assert all(map(torch.equal, steps(SimTorchDevice(choose)), steps(None)))
 
 
 def random_run(seed: int) -> None:
