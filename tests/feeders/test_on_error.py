@@ -204,5 +204,5 @@ def test_exceptions_that_end_loops_silently_are_worker_errors() -> None:
 def test_on_error_is_checked() -> None:
     with pytest.raises(ArgumentError, match="on_error='skip' was given without threads"):
         wrap_loader([1], on_error="skip")
-    with pytest.raises(ArgumentError, match="on_error='leave': expected 'raise' or 'next'"):
+    with pytest.raises(ArgumentError, match="on_error='leave': expected 'raise', 'next' or 'skip'"):
         wrap_loader([1], on_error="leave")  # type: ignore[arg-type]

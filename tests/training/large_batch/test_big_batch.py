@@ -397,7 +397,7 @@ def test_any_sizes(n: int, chunk_size: int, ignored: set[int], strategy: str) ->
     ("arguments", "said"),
     [
         ({"chunk_size": 0}, "chunk_size=0: expected a whole number, at least 1"),
-        ({"strategy": "fast"}, "strategy='fast': expected 'auto' or 'plain' or 'accumulate'"),
+        ({"strategy": "fast"}, "strategy='fast': expected 'auto', 'plain', 'accumulate'"),
         ({"reduction": "none"}, "reduction='none'"),
         ({"model": 3}, "model=3: expected a torch module"),
         ({"loss": 3}, "loss=3: expected a function"),
