@@ -19,8 +19,9 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError
-from pinfeed.stores.layouts import MAGIC, read_tensors, strange
+from pinfeed.stores.layouts import read_tensors
 from pinfeed.stores.libraries import and_more, is_of
+from pinfeed.stores.npy_header import MAGIC, strange
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import pattern_hint, require_regular
 from pinfeed.stores.store import Store, row_nbytes

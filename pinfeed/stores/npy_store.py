@@ -19,15 +19,9 @@ import numpy.typing as npt
 
 from pinfeed.errors import StoreError
 from pinfeed.stores.file_store import RowLayout
-from pinfeed.stores.layouts import (
-    create,
-    holds,
-    raw_layout,
-    read_header,
-    series_layout,
-    tensor_layout,
-)
+from pinfeed.stores.layouts import raw_layout, series_layout, tensor_layout
 from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.store import Array, Store, shape_to_make
 from pinfeed.stores.window_store import WindowStore, axis_windows, leading_axes

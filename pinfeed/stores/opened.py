@@ -15,8 +15,8 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore, nulls_error
 from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.formats import FORMATS, ArrayFormat
-from pinfeed.stores.layouts import read_header
 from pinfeed.stores.libraries import check_names, is_of
+from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import file_key, has_protocol, mapping_at
 from pinfeed.stores.remote import RemoteStore

@@ -31,8 +31,8 @@ from pinfeed.stores.byte_ranges import (
 )
 from pinfeed.stores.file_store import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.formats import FileFormat, register
-from pinfeed.stores.layouts import header_of
 from pinfeed.stores.libraries import imported
+from pinfeed.stores.npy_header import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of

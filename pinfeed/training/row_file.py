@@ -17,7 +17,7 @@ from pinfeed.errors import CheckpointError, StoreError
 from pinfeed.stores import Store
 from pinfeed.stores.file_store import RowLayout
 from pinfeed.stores.host_rows import Gatherable
-from pinfeed.stores.layouts import read_header
+from pinfeed.stores.npy_header import read_header
 
 CHUNK_BYTES = 16 << 20
 """Size of the buffer for a pass over rows, and the number of bytes under one checksum."""

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pinfeed.errors import FileMissing, StoreError
 from pinfeed.stores.file_store import RowLayout
-from pinfeed.stores.layouts import read_header
+from pinfeed.stores.npy_header import read_header
 from pinfeed.tensors.dtypes import DTYPES
 
 NUMERIC = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
