@@ -21,8 +21,8 @@ class TarDataset:
     to it.
 
     Any thread may read samples. Each one is one request to the file, which is open only for this
-    time. An index takes the bytes of the keys, and 8 bytes for each
-    sample and 24 for each member.
+    time. An index takes 24 bytes of memory for each member, and for each sample 8 bytes and those
+    of the longest key.
 
     Args:
         path: An archive without compression, a pattern (``"shard-*.tar"``, in sorted order), or a

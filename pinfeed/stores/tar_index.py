@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import tarfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +101,8 @@ class TarIndex:
                 index = cls(path, **arrays)
         except FileNotFoundError:
             raise FileMissing(f"{path} has no index, {index_path(path)}; {todo}") from None
-        except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        except Exception as error:
+            # The errors of zipfile for damaged bytes have six classes.
             raise StoreError(f"{index_path(path)} is not an index ({error}); {todo}") from None
         index.require(version)
         return index

@@ -168,14 +168,17 @@ def test_an_archive_that_was_cut_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_or_damaged_index_says_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar", numbers(5))
+    TarDataset.write_index(write(tmp_path / "y.tar", numbers(5)))
     with pytest.raises(FileMissing, match=f"x.tar has no index.*run: pinfeed index {path}"):
         TarDataset(path)
-    for data in (b"", b"text", b"PK\x03\x04"):
+    encrypted = bytearray((tmp_path / "y.tar.index").read_bytes())
+    encrypted[encrypted.index(b"PK\x01\x02") + 8] |= 1
+    for data in (b"", b"text", b"PK\x03\x04", encrypted):
         (tmp_path / "x.tar.index").write_bytes(data)
         with pytest.raises(StoreError, match=r"is not an index .*run: pinfeed index"):
             TarDataset(path)
-    with pytest.raises(FileMissing, match=r"y.tar: no such file"):
-        TarDataset(tmp_path / "y.tar")
+    with pytest.raises(FileMissing, match=r"z.tar: no such file"):
+        TarDataset(tmp_path / "z.tar")
 
 
 @pytest.mark.parametrize(
