@@ -17,6 +17,8 @@ from pinfeed.tensors.argument_types import ArrowColumn
 
 # Bytes of a str object in a list, besides its characters.
 _STR_NBYTES = 57
+# Only newer versions of pyarrow have a function for the last one.
+_TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class TextStore(ClosedOnExit):
@@ -103,10 +105,8 @@ class TextStore(ClosedOnExit):
 
 def is_text_type(kind: Any) -> bool:
     """Return whether an Arrow type is that of strings, or of a dictionary of strings."""
-    types = imported("pyarrow", "TextStore").types
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    tests = (types.is_string, types.is_large_string, types.is_string_view)
-    return any(test(value) for test in tests)
+    is_dictionary = imported("pyarrow", "TextStore").types.is_dictionary(kind)
+    return str(kind.value_type if is_dictionary else kind) in _TEXT_TYPES
 
 
 def is_text(column: Any) -> bool:

@@ -82,6 +82,14 @@ def test_numpy_strings_are_text() -> None:
         ]
 
 
+def test_older_versions_of_pyarrow_have_no_string_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(pa.types, "is_string_view")
+    table = pa.table({"text": TEXTS, "y": NUMBERS})
+    with Feeder(table, batch_size=64) as feeder:
+        for batch in feeder:
+            assert batch["text"] == plain(batch["y"])
+
+
 def test_text_alone_is_a_source() -> None:
     with Feeder(COLUMNS["several chunks"], batch_size=128) as feeder:
         assert [text for batch in feeder for text in batch] == TEXTS
