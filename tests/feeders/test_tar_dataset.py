@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import pinfeed
 from pinfeed import TarDataset, wrap_dataset
-from pinfeed.errors import FileMissing, ReadError, StoreError
+from pinfeed.errors import ArgumentError, FileMissing, ReadError, StoreError
 
 Members = list[tuple[str, bytes]]
 
@@ -213,6 +213,12 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "x.tar", [("0.a", b""), ("0.A", b"")])
     with pytest.raises(StoreError, match=r"'0.A' is the second member .* extension 'a'"):
         TarDataset.write_index(path)
+
+
+def test_urls_are_refused() -> None:
+    for use in (TarDataset, TarDataset.write_index):
+        with pytest.raises(ArgumentError, match=r"is a URL; expected .* or copy the file first"):
+            use("s3://bucket/shard-0.tar")
 
 
 def test_other_sources_name_the_dataset(tmp_path: Path) -> None:
