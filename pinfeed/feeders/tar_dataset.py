@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,9 @@ class TarDataset:
     """
 
     def __init__(self, path: Path | Sequence[Path]) -> None:
-        self._archives = [TarIndex.loaded(name) for name in local_paths(path)]
+        # The process may change its working directory later.
+        paths = map(os.path.abspath, local_paths(path))
+        self._archives = list(map(TarIndex.loaded, paths))
         # Number of the first sample after each archive.
         self._ends = list(itertools.accumulate(len(one.keys) for one in self._archives))
 

@@ -41,7 +41,7 @@ class TarIndex:
     extensions: npt.NDArray[np.str_]
     """Distinct extensions, in lower case."""
     n_left_out: int = 0
-    """Number of files without an extension or with a name of metadata."""
+    """Number of files without an extension or with a name of metadata; 0 if it was loaded."""
 
     @classmethod
     def made(cls, path: str) -> TarIndex:

@@ -138,6 +138,14 @@ def test_a_dataset_is_pickled_with_its_index(tmp_path: Path) -> None:
     assert list(pickle.loads(pickle.dumps(dataset))) == list(dataset)
 
 
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(write(tmp_path / "x.tar", numbers(5)))
+    monkeypatch.chdir(tmp_path)
+    dataset = TarDataset("x.tar")
+    monkeypatch.chdir("/")
+    assert dataset[4]["cls"] == b"4"
+
+
 @pytest.mark.parametrize("index", [-1, 5])
 def test_samples_out_of_range_are_refused(tmp_path: Path, index: int) -> None:
     dataset = opened(write(tmp_path / "x.tar", numbers(5)))
