@@ -91,7 +91,7 @@ class TarDataset:
         Raises:
             FileMissing: If an archive is missing.
             StoreError: If a file is not an archive without compression, is damaged, or has links or
-                a sample with one extension twice.
+                a sample with one extension twice, or if an index cannot be written.
         """
         indexes = [TarIndex.made(name) for name in local_paths(path)]
         for index in indexes:

@@ -118,13 +118,23 @@ class TarIndex:
         }
 
     def save(self) -> None:
-        """Write the index next to the archive; it replaces an older one when it is complete."""
-        unfinished = f"{index_path(self.path)}.{os.getpid()}.writing"
+        """Write the index next to the archive; it replaces an older one when it is complete.
+
+        Raises:
+            StoreError: If it cannot be written.
+        """
+        name = index_path(self.path)
+        unfinished = f"{name}.{os.getpid()}.writing"
         arrays: dict[str, Any] = {k: v for k, v in vars(self).items() if isinstance(v, np.ndarray)}
         try:
             with open(unfinished, "wb") as file:
                 np.savez(file, **arrays)
-            os.replace(unfinished, index_path(self.path))
+            os.replace(unfinished, name)
+        except OSError as error:
+            raise StoreError(
+                f"{name} cannot be written: {error.strerror or error}; write to its folder as "
+                "another user, or copy the archive to another folder"
+            ) from None
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(unfinished)

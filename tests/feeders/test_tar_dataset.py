@@ -189,6 +189,14 @@ def test_a_missing_or_damaged_index_says_what_to_do(tmp_path: Path) -> None:
         TarDataset(tmp_path / "z.tar")
 
 
+def test_an_index_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.tar", numbers(5))
+    os.mkdir(f"{path}.index")
+    with pytest.raises(StoreError, match=r"x.tar.index cannot be written: .* another folder"):
+        TarDataset.write_index(path)
+    assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.index"]
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
