@@ -10,15 +10,13 @@ import numpy.typing as npt
 from pinfeed.errors import StoreError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.arrow import ArrowStore, is_text_type
 from pinfeed.stores.libraries import imported, is_of
 from pinfeed.stores.store import ClosedOnExit
 from pinfeed.tensors.argument_types import ArrowColumn
 
 # Bytes of a str object in a list, besides its characters.
 _STR_NBYTES = 57
-# Only newer versions of pyarrow have a function for the last one.
-_TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class TextStore(ClosedOnExit):
@@ -101,12 +99,6 @@ class TextStore(ClosedOnExit):
 
     def close(self) -> None:
         """Do nothing, because the store has opened nothing."""
-
-
-def is_text_type(kind: Any) -> bool:
-    """Return whether an Arrow type is that of strings, or of a dictionary of strings."""
-    is_dictionary = imported("pyarrow", "TextStore").types.is_dictionary(kind)
-    return str(kind.value_type if is_dictionary else kind) in _TEXT_TYPES
 
 
 def is_text(column: Any) -> bool:
