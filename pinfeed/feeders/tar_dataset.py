@@ -30,6 +30,7 @@ class TarDataset:
             sequence of paths.
 
     Raises:
+        ArgumentError: If a path is a URL, or the sequence has no paths.
         FileMissing: If an archive or its index is missing.
         StoreError: If an index is damaged.
         ReadError: If an archive has another size or time of change than when it was indexed.
@@ -89,6 +90,7 @@ class TarDataset:
             The number of samples of all archives.
 
         Raises:
+            ArgumentError: As for the class.
             FileMissing: If an archive is missing.
             StoreError: If a file is not an archive without compression, is damaged, or has links or
                 a sample with one extension twice, or if an index cannot be written.
