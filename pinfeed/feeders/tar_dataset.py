@@ -21,9 +21,9 @@ class TarDataset:
     sample. Each archive needs an index, which the command ``pinfeed index shard-*.tar`` writes next
     to it.
 
-    Any thread may read samples. Each one is one request to the file, which is open only for this
-    time. An index takes 24 bytes of memory for each member, and for each sample 8 bytes and those
-    of the longest key.
+    Any thread may read samples. The members of a sample are read together from the archive, which
+    is open only for this time. An index takes 24 bytes of memory for each member, and for each
+    sample 8 bytes and those of the longest key.
 
     Args:
         path: An archive without compression, a pattern (``"shard-*.tar"``, in sorted order), or a

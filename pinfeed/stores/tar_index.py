@@ -148,7 +148,7 @@ class TarIndex:
             )
 
     def read(self, sample: int) -> dict[str, Any]:
-        """Return the members of a sample, read in one request. Any thread may call it.
+        """Return the members of a sample, which are read together. Any thread may call it.
 
         Raises:
             ReadError: If the archive has changed.
@@ -159,9 +159,11 @@ class TarIndex:
         sizes = self.sizes[first:last].tolist()
         start = begins[0]
         n = begins[-1] + sizes[-1] - start
-        with open(self.path, "rb", buffering=0) as file:
+        # One call of the system would read at most 2 GiB.
+        with open(self.path, "rb") as file:
             self.require(_version(os.fstat(file.fileno())))
-            data = os.pread(file.fileno(), n, start)
+            file.seek(start)
+            data = file.read(n)
         if len(data) != n:
             raise ReadError(f"{self.path}: got {len(data):,} of {n:,} bytes from byte {start:,} on")
         names = self.extensions[self.kinds[first:last]].tolist()
