@@ -14,13 +14,18 @@ from pinfeed.stores.tar_index import TarIndex
 def index(files: Sequence[str]) -> Report:
     """Write an index next to each archive, and report what it has."""
     archives: list[dict[str, Any]] = []
+    paths: list[str] = []
     errors = []
     for given in files:
         try:
-            for path in local_paths(given):
-                found = TarIndex.made(path)
-                found.save()
-                archives.append({"archive": path, **found.counts})
+            paths += local_paths(given)
+        except PinfeedError as error:
+            errors.append(in_words(error))
+    for path in paths:
+        try:
+            found = TarIndex.made(path)
+            found.save()
+            archives.append({"archive": path, **found.counts})
         except (PinfeedError, OSError) as error:
             errors.append(in_words(error))
     titles = archives[0] if archives else ()

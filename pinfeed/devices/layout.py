@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,13 +61,16 @@ class Block(NamedTuple):
             parts: The parts.
             rooms: Bytes of each part with the gap after it.
         """
-        dtypes = [part.dtype for part in parts]
-        row_types = {(part.dtype, part.shape[1:]) for part in parts}
+        n_of_each = Counter(part.dtype for part in parts)
+        is_mixed = len(n_of_each) > 1
         # Tensors of another dtype than that of the block are made by a further call each.
-        dtype = max(dtypes, key=dtypes.count)
-        if any(part.nbytes % dtype.itemsize for part in parts):
+        ((dtype, _),) = n_of_each.most_common(1)
+        # Copies of booleans by torch turn all bytes but 0 into 1.
+        unlike_bytes = is_mixed and dtype == np.bool_
+        if unlike_bytes or any(part.nbytes % dtype.itemsize for part in parts):
             dtype = np.dtype(np.uint8)
-        shape = parts[0].shape[1:] if len(row_types) == 1 else ()
+        shapes = {part.shape[1:] for part in parts}
+        shape = () if is_mixed or len(shapes) > 1 else parts[0].shape[1:]
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes or _ALIGNMENT % nbytes:
             shape, nbytes = (), dtype.itemsize

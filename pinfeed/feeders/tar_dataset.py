@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +21,16 @@ class TarDataset:
     sample. Each archive needs an index, which the command ``pinfeed index shard-*.tar`` writes next
     to it.
 
-    Any thread may read samples. Each one is one request to the file, which is open only for this
-    time. An index takes the bytes of the keys, and 8 bytes for each
-    sample and 24 for each member.
+    Any thread may read samples. The members of a sample are read together from the archive, which
+    is open only for this time. An index takes 24 bytes of memory for each member, and for each
+    sample 8 bytes and those of the longest key.
 
     Args:
         path: An archive without compression, a pattern (``"shard-*.tar"``, in sorted order), or a
             sequence of paths.
 
     Raises:
+        ArgumentError: If a path is a URL, or the sequence has no paths.
         FileMissing: If an archive or its index is missing.
         StoreError: If an index is damaged.
         ReadError: If an archive has another size or time of change than when it was indexed.
@@ -49,7 +51,9 @@ class TarDataset:
     """
 
     def __init__(self, path: Path | Sequence[Path]) -> None:
-        self._archives = [TarIndex.loaded(name) for name in local_paths(path)]
+        # The process may change its working directory later.
+        paths = map(os.path.abspath, local_paths(path))
+        self._archives = list(map(TarIndex.loaded, paths))
         # Number of the first sample after each archive.
         self._ends = list(itertools.accumulate(len(one.keys) for one in self._archives))
 
@@ -86,9 +90,10 @@ class TarDataset:
             The number of samples of all archives.
 
         Raises:
+            ArgumentError: As for the class.
             FileMissing: If an archive is missing.
             StoreError: If a file is not an archive without compression, is damaged, or has links or
-                a sample with one extension twice.
+                a sample with one extension twice, or if an index cannot be written.
         """
         indexes = [TarIndex.made(name) for name in local_paths(path)]
         for index in indexes:

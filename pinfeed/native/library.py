@@ -115,7 +115,7 @@ def packing(n: int) -> Callable[..., bytes]:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Return what ``array.ctypes.data`` does, which takes five times as long."""
+    """Return what ``array.ctypes.data`` does, which takes more than twice as long."""
     # numpy's types do not say that an array is a buffer.
     memory: Any = array
     try:

@@ -18,6 +18,8 @@ from pinfeed.stores.libraries import imported
 from pinfeed.stores.store import Array, ReadOnly, checked_gather, in_words
 from pinfeed.tensors.argument_types import ArrowColumn
 
+# Only newer versions of pyarrow have a function for the last one.
+_TEXT_TYPES = ("string", "large_string", "string_view")
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
 # Advice for types of columns that a tensor cannot have, by the name of pyarrow's test for the type.
@@ -25,8 +27,6 @@ _REFUSED = {
     "is_temporal": 'cast it to "int64" (dataset.cast_column, or column.cast)',
     "is_dictionary": "decode it to plain numbers (column.dictionary_decode())",
     "is_struct": "flatten it into columns of its fields (dataset.flatten(), or table.flatten())",
-    "is_string": "give pinfeed.TextStore(column)",
-    "is_large_string": "give pinfeed.TextStore(column)",
     "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
 }
 RAGGED_ADVICE = (
@@ -305,9 +305,17 @@ def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array:
         (advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)),
         "convert it to numbers",
     )
+    if len(shape) == 1 and is_text_type(kind):
+        advice = "give pinfeed.TextStore(column)"
     if pyarrow.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
         advice = "for images or sounds, give pinfeed.wrap_dataset(dataset, transform)"
     raise StoreError(
         f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, "
         f"{_LEAVE_OUT}"
     )
+
+
+def is_text_type(kind: Any) -> bool:
+    """Return whether an Arrow type is that of strings, or of a dictionary of strings."""
+    is_dictionary = imported("pyarrow", "TextStore").types.is_dictionary(kind)
+    return str(kind.value_type if is_dictionary else kind) in _TEXT_TYPES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
+from pinfeed.native.library import address_of
 from pinfeed.stores.array import ArrayStore, ConcatStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.file_store import FileStore
@@ -33,7 +35,7 @@ class _Place(NamedTuple):
     end: int
     """Byte after the last one."""
     array: Array
-    """The array at ``begin``. Its values are never read."""
+    """An array of this place that does not own it. Its values are never read."""
 
     def overlaps(self, other: _Place) -> bool:
         """Return whether both have a byte in common."""
@@ -45,7 +47,8 @@ class _Place(NamedTuple):
             return True
 
 
-# A loop compares every two tables, and the kernel takes a millisecond to list mapped files.
+# A loop compares every two tables, and the kernel takes a millisecond to list mapped files. The
+# places keep no arrays, because the memory of an array may refer to the store.
 _known: WeakKeyDictionary[Store, list[_Place]] = WeakKeyDictionary()
 
 
@@ -76,37 +79,37 @@ def _files(store: Store) -> set[FileKey | None]:
 
 def _places(store: Store) -> list[_Place]:
     """Return the memory of the rows of a store, and the parts of files that are mapped there."""
+    # Objects of other classes need not be hashable.
+    if not isinstance(store, (ArrayStore, ArrowStore)):
+        return []
     if store not in _known:
-        arrays: list[Array] = []
-        if isinstance(store, ArrayStore):
-            arrays = [store.array]
-        elif isinstance(store, ArrowStore):
-            arrays = store.arrays
-        places = [_Place(None, *byte_bounds(array), array) for array in arrays]
-        if not isinstance(store, PinnedStore):
-            places += [place for array in arrays if (place := _place_in_file(array)) is not None]
-        _known[store] = places
+        arrays = [store.array] if isinstance(store, ArrayStore) else store.arrays
+        may_be_mapped = not isinstance(store, PinnedStore)
+        _known[store] = [place for one in arrays for place in _places_of(one, may_be_mapped)]
     return _known[store]
 
 
-def _place_in_file(array: Array) -> _Place | None:
-    """Return the part of a file to which an array is mapped, or None.
+def _places_of(array: Array, may_be_mapped: bool) -> Iterator[_Place]:
+    """Yield the memory of an array, and the part of a file to which it may be mapped."""
+    address = address_of(array)
+    yield _placed(None, address, array)
+    mapping = mapping_at(address) if may_be_mapped and not _is_allocated(array) else None
+    if mapping is not None:
+        # Offsets instead of addresses make positions in files comparable.
+        yield _placed(mapping.file, _FILE_BASE + mapping.offset, array)
 
-    The address of the array of the place is its offset in the file, which makes positions in files
-    comparable.
-    """
-    mapping = None if _is_allocated(array) else mapping_at(array.ctypes.data)
-    if mapping is None:
-        return None
+
+def _placed(file: FileKey | None, address: int, array: Array) -> _Place:
+    """Return a place of the shape of an array at an address, which keeps no memory in use."""
     interface = {
         "shape": array.shape,
         "typestr": f"|V{array.itemsize}",
         "strides": array.strides,
-        "data": (_FILE_BASE + mapping.offset, True),
+        "data": (address, True),
         "version": 3,
     }
     placed = np.asarray(SimpleNamespace(__array_interface__=interface))
-    return _Place(mapping.file, *byte_bounds(placed), placed)
+    return _Place(file, *byte_bounds(placed), placed)
 
 
 def _is_allocated(array: Array) -> bool:

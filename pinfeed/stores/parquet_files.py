@@ -17,6 +17,7 @@ import numpy as np
 from pinfeed.errors import FileMissing, ReadError, StoreError
 from pinfeed.stores.arrow import (
     RAGGED_ADVICE,
+    is_text_type,
     nulls_error,
     numeric_dtype,
     ragged_error,
@@ -26,7 +27,6 @@ from pinfeed.stores.libraries import and_more, imported, library_errors
 from pinfeed.stores.matrix import MatrixColumns
 from pinfeed.stores.paths import Path, file_size, file_version, local_paths
 from pinfeed.stores.store import Array
-from pinfeed.stores.text import is_text_type
 
 # Name of the folder of rows without a value, as Hive writes it.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"

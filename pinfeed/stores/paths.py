@@ -37,8 +37,8 @@ def local_path(path: Path) -> str:
     """
     if has_protocol(path):
         raise ArgumentError(
-            f"{path!r} is a URL, but NpyStore opens local files; expected a path; for a URL, use "
-            f"RemoteStore({path!r})"
+            f"{path!r} is a URL; expected the path of a local file; give "
+            f"pinfeed.RemoteStore({path!r}) for a .npy file or raw numbers, or copy the file first"
         )
     return os.fspath(path)
 
@@ -69,7 +69,7 @@ def local_paths(path: Path | Sequence[Path]) -> list[str]:
             "straight to the Feeder"
         ) from None
     if not names:
-        raise ArgumentError("an empty list of files; expected at least one .npy file")
+        raise ArgumentError("an empty list of files; expected at least one")
     return names
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import tarfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ class TarIndex:
     extensions: npt.NDArray[np.str_]
     """Distinct extensions, in lower case."""
     n_left_out: int = 0
-    """Number of files without an extension or with a name of metadata."""
+    """Number of files without an extension or with a name of metadata; 0 if it was loaded."""
 
     @classmethod
     def made(cls, path: str) -> TarIndex:
@@ -102,7 +101,8 @@ class TarIndex:
                 index = cls(path, **arrays)
         except FileNotFoundError:
             raise FileMissing(f"{path} has no index, {index_path(path)}; {todo}") from None
-        except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        except Exception as error:
+            # The errors of zipfile for damaged bytes have six classes.
             raise StoreError(f"{index_path(path)} is not an index ({error}); {todo}") from None
         index.require(version)
         return index
@@ -118,13 +118,23 @@ class TarIndex:
         }
 
     def save(self) -> None:
-        """Write the index next to the archive; it replaces an older one when it is complete."""
-        unfinished = f"{index_path(self.path)}.{os.getpid()}.writing"
+        """Write the index next to the archive; it replaces an older one when it is complete.
+
+        Raises:
+            StoreError: If it cannot be written.
+        """
+        name = index_path(self.path)
+        unfinished = f"{name}.{os.getpid()}.writing"
         arrays: dict[str, Any] = {k: v for k, v in vars(self).items() if isinstance(v, np.ndarray)}
         try:
             with open(unfinished, "wb") as file:
                 np.savez(file, **arrays)
-            os.replace(unfinished, index_path(self.path))
+            os.replace(unfinished, name)
+        except OSError as error:
+            raise StoreError(
+                f"{name} cannot be written: {error.strerror or error}; write to its folder as "
+                "another user, or copy the archive to another folder"
+            ) from None
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(unfinished)
@@ -138,7 +148,7 @@ class TarIndex:
             )
 
     def read(self, sample: int) -> dict[str, Any]:
-        """Return the members of a sample, read in one request. Any thread may call it.
+        """Return the members of a sample, which are read together. Any thread may call it.
 
         Raises:
             ReadError: If the archive has changed.
@@ -149,9 +159,11 @@ class TarIndex:
         sizes = self.sizes[first:last].tolist()
         start = begins[0]
         n = begins[-1] + sizes[-1] - start
-        with open(self.path, "rb", buffering=0) as file:
+        # One call of the system would read at most 2 GiB.
+        with open(self.path, "rb") as file:
             self.require(_version(os.fstat(file.fileno())))
-            data = os.pread(file.fileno(), n, start)
+            file.seek(start)
+            data = file.read(n)
         if len(data) != n:
             raise ReadError(f"{self.path}: got {len(data):,} of {n:,} bytes from byte {start:,} on")
         names = self.extensions[self.kinds[first:last]].tolist()

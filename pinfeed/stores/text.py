@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pinfeed.errors import StoreError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.arrow import ArrowStore, is_text_type
 from pinfeed.stores.libraries import imported, is_of
 from pinfeed.stores.store import ClosedOnExit
 from pinfeed.tensors.argument_types import ArrowColumn
@@ -99,14 +99,6 @@ class TextStore(ClosedOnExit):
 
     def close(self) -> None:
         """Do nothing, because the store has opened nothing."""
-
-
-def is_text_type(kind: Any) -> bool:
-    """Return whether an Arrow type is that of strings, or of a dictionary of strings."""
-    types = imported("pyarrow", "TextStore").types
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    tests = (types.is_string, types.is_large_string, types.is_string_view)
-    return any(test(value) for test in tests)
 
 
 def is_text(column: Any) -> bool:

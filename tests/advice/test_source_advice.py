@@ -103,7 +103,7 @@ def read_only_file(path: Path) -> Iterator[Any]:
     yield equal(read(file)[1], -X[0])
 
 
-@advised(r"for a URL, use RemoteStore\('https?://")
+@advised(r"give pinfeed\.RemoteStore\('https?://")
 def url_as_a_path(path: Path) -> Iterator[Any]:
     yield lambda: NpyStore("http://127.0.0.1:1/x.npy")
     store = pinfeed.RemoteStore(f"file://{saved(path / 'x.npy', X)}")

@@ -36,3 +36,12 @@ def test_it_reports_values_and_errors() -> None:
     counts = {"samples": 1, "members": 2, "left out": 0, "extensions": "jpg cls"}
     assert found["archives"] == [{"archive": "s-0.tar", **counts}]
     assert ["x.npy is not" in found["errors"][0], "missing.tar" in found["errors"][1]] == [True] * 2
+
+
+def test_a_bad_archive_does_not_stop_those_after_it() -> None:
+    with open("s-0.tar", "wb") as file:
+        file.write(b"text")
+    write("s-1.tar", "0.jpg")
+    found = values("index", "s-*.tar", status=2)
+    assert [archive["archive"] for archive in found["archives"]] == ["s-1.tar"]
+    assert ["s-0.tar is not" in error for error in found["errors"]] == [True]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.reader_functions import StagingDevice
 
 from pinfeed import Feeder, errors
 from pinfeed.devices import cuda, resolve
@@ -80,6 +81,15 @@ class TestForgetfulDevice(DeviceTests):
 def test_a_device_that_does_not_exist(device: Any, message: str) -> None:
     with pytest.raises(errors.DeviceError, match=message):
         Feeder(np.zeros((3, 2)), batch_size=1, device=device)
+
+
+def test_bytes_next_to_booleans_stay_as_they_are() -> None:
+    """torch would turn them into 0 and 1 if it copied them as booleans."""
+    masks = np.arange(2 * 30_000).reshape(2, -1) % 3 == 0
+    source = {"mask": masks[0], "other": masks[1], "bytes": np.arange(30_000).astype(np.uint8)}
+    (batch,) = Feeder(source, batch_size=30_000, device=StagingDevice(), depth=0)
+    for name, values in source.items():
+        assert np.array_equal(batch[name].numpy(), values)
 
 
 def test_auto_is_cuda_if_there_is_a_gpu() -> None:

@@ -1,6 +1,9 @@
 """Bad values for ``write_back``: they are refused before any row is changed."""
 
+import dataclasses
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +23,7 @@ from pinfeed import (
     RaggedStore,
     errors,
 )
+from pinfeed.stores.store import checked_gather, checked_scatter
 
 
 @pytest.fixture
@@ -211,6 +215,62 @@ def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) 
     file.close()
     with pytest.raises(errors.ArgumentError, match="occurs twice"):
         NpyStore([tmp_path / "x.npy"] * 2, mode="r+")
+
+
+@dataclasses.dataclass
+class Own:
+    """A store of the user, which has no hash because it is compared by its values."""
+
+    array: np.ndarray
+    writable: bool = True
+    resident_bytes: int = 0
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.array)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.array.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+    def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+        out[...] = self.array[checked_gather(self, rows, out)]
+
+    def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+        self.array[checked_scatter(self, rows, values)] = values
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_write_back_to_stores_without_a_hash(x: np.ndarray) -> None:
+    one, other = x.copy(), x.copy()
+    with Feeder((Own(one), Own(other)), batch_size=4, device="cpu") as feeder:
+        for batch in feeder.batches():
+            batch.write_back((batch.data[0] + 1, batch.data[1] + 2))
+    assert np.array_equal(one, x + 1)
+    assert np.array_equal(other, x + 2)
+
+
+def test_stores_that_were_written_are_freed(x: np.ndarray) -> None:
+    class Owned(np.ndarray):
+        """An array that refers to its store."""
+
+    stores = [ArrayStore(x.copy().view(Owned)) for _ in range(2)]
+    for store in stores:
+        store.array.store = store
+    with Feeder(tuple(stores), batch_size=4, device="cpu") as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+    found = weakref.ref(store)
+    del store, stores, feeder, batch
+    gc.collect()
+    assert found() is None
 
 
 @pytest.mark.parametrize("kind", ["windows", "windows of a map", "rows", "HDF5", "Arrow"])

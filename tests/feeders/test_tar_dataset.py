@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import pinfeed
 from pinfeed import TarDataset, wrap_dataset
-from pinfeed.errors import FileMissing, ReadError, StoreError
+from pinfeed.errors import ArgumentError, FileMissing, ReadError, StoreError
 
 Members = list[tuple[str, bytes]]
 
@@ -138,6 +138,14 @@ def test_a_dataset_is_pickled_with_its_index(tmp_path: Path) -> None:
     assert list(pickle.loads(pickle.dumps(dataset))) == list(dataset)
 
 
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(write(tmp_path / "x.tar", numbers(5)))
+    monkeypatch.chdir(tmp_path)
+    dataset = TarDataset("x.tar")
+    monkeypatch.chdir("/")
+    assert dataset[4]["cls"] == b"4"
+
+
 @pytest.mark.parametrize("index", [-1, 5])
 def test_samples_out_of_range_are_refused(tmp_path: Path, index: int) -> None:
     dataset = opened(write(tmp_path / "x.tar", numbers(5)))
@@ -168,14 +176,25 @@ def test_an_archive_that_was_cut_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_or_damaged_index_says_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar", numbers(5))
+    TarDataset.write_index(write(tmp_path / "y.tar", numbers(5)))
     with pytest.raises(FileMissing, match=f"x.tar has no index.*run: pinfeed index {path}"):
         TarDataset(path)
-    for data in (b"", b"text", b"PK\x03\x04"):
+    encrypted = bytearray((tmp_path / "y.tar.index").read_bytes())
+    encrypted[encrypted.index(b"PK\x01\x02") + 8] |= 1
+    for data in (b"", b"text", b"PK\x03\x04", encrypted):
         (tmp_path / "x.tar.index").write_bytes(data)
         with pytest.raises(StoreError, match=r"is not an index .*run: pinfeed index"):
             TarDataset(path)
-    with pytest.raises(FileMissing, match=r"y.tar: no such file"):
-        TarDataset(tmp_path / "y.tar")
+    with pytest.raises(FileMissing, match=r"z.tar: no such file"):
+        TarDataset(tmp_path / "z.tar")
+
+
+def test_an_index_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.tar", numbers(5))
+    os.mkdir(f"{path}.index")
+    with pytest.raises(StoreError, match=r"x.tar.index cannot be written: .* another folder"):
+        TarDataset.write_index(path)
+    assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.index"]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +229,12 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "x.tar", [("0.a", b""), ("0.A", b"")])
     with pytest.raises(StoreError, match=r"'0.A' is the second member .* extension 'a'"):
         TarDataset.write_index(path)
+
+
+def test_urls_are_refused() -> None:
+    for use in (TarDataset, TarDataset.write_index):
+        with pytest.raises(ArgumentError, match=r"is a URL; expected .* or copy the file first"):
+            use("s3://bucket/shard-0.tar")
 
 
 def test_other_sources_name_the_dataset(tmp_path: Path) -> None:

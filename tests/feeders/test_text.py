@@ -14,7 +14,7 @@ from support.schedules import randomly
 from torch.utils.data import DataLoader
 
 import pinfeed
-from pinfeed import Config, Feeder, MiB, ParquetStore, RowDataset, TextStore
+from pinfeed import ArrowStore, Config, Feeder, MiB, ParquetStore, RowDataset, TextStore
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, WriteBackError
 from pinfeed.testing import SimDevice
 
@@ -80,6 +80,14 @@ def test_numpy_strings_are_text() -> None:
             (["d", "a"], [3, 0]),
             (["", "bc"], [2, 1]),
         ]
+
+
+def test_older_versions_of_pyarrow_have_no_string_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(pa.types, "is_string_view")
+    table = pa.table({"text": TEXTS, "y": NUMBERS})
+    with Feeder(table, batch_size=64) as feeder:
+        for batch in feeder:
+            assert batch["text"] == plain(batch["y"])
 
 
 def test_text_alone_is_a_source() -> None:
@@ -242,6 +250,24 @@ def test_errors_name_the_text_store(tmp_path: Path) -> None:
         ParquetStore.text(path, "y")
     with pytest.raises(StoreError, match="no column 'z'; expected one of 'text', 'y'"):
         ParquetStore.text(path, "z")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["a"], pa.large_string()),
+        pa.array(["a"], pa.string_view()),
+        pa.array(["a"]).dictionary_encode(),
+    ],
+)
+def test_stores_of_numbers_name_the_text_store(column: pa.Array) -> None:
+    with pytest.raises(StoreError, match=r"expected numbers.*give pinfeed.TextStore\(column\)"):
+        ArrowStore(column)
+
+
+def test_lists_of_text_are_not_for_the_text_store() -> None:
+    with pytest.raises(StoreError, match=r"column of string; .* convert it to numbers"):
+        ArrowStore(pa.array([["a"], ["b"]]))
 
 
 def test_what_cannot_take_text_says_so() -> None:

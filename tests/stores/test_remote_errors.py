@@ -327,9 +327,9 @@ def test_a_file_system_that_is_not_installed() -> None:
 def test_urls(path: str) -> None:
     assert has_protocol(path)
     for store in (NpyStore, PinnedStore):
-        with pytest.raises(errors.ArgumentError, match=r"is a URL, but .* RemoteStore\('"):
+        with pytest.raises(errors.ArgumentError, match=r"is a URL; .*RemoteStore\('"):
             store(path)
-    with pytest.raises(errors.ArgumentError, match=r"is a URL, but .* RemoteStore\('"):
+    with pytest.raises(errors.ArgumentError, match=r"is a URL; .*RemoteStore\('"):
         NpyStore(["x.npy", path])
 
 
