@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -45,8 +45,9 @@ class _Place(NamedTuple):
             return True
 
 
-# A loop compares every two tables, and the kernel takes a millisecond to list mapped files.
-_known: WeakKeyDictionary[Store, list[_Place]] = WeakKeyDictionary()
+# A loop compares every two tables, and the kernel takes a millisecond to list mapped files. The key
+# is the id of a store that lives, because stores of the user may be equal or have no hash.
+_known: dict[int, list[_Place]] = {}
 
 
 def share_rows(one: Store, other: Store) -> bool:
@@ -76,17 +77,16 @@ def _files(store: Store) -> set[FileKey | None]:
 
 def _places(store: Store) -> list[_Place]:
     """Return the memory of the rows of a store, and the parts of files that are mapped there."""
-    if store not in _known:
-        arrays: list[Array] = []
-        if isinstance(store, ArrayStore):
-            arrays = [store.array]
-        elif isinstance(store, ArrowStore):
-            arrays = store.arrays
+    if not isinstance(store, (ArrayStore, ArrowStore)):
+        return []
+    if id(store) not in _known:
+        arrays = store.arrays if isinstance(store, ArrowStore) else [store.array]
         places = [_Place(None, *byte_bounds(array), array) for array in arrays]
         if not isinstance(store, PinnedStore):
             places += [place for array in arrays if (place := _place_in_file(array)) is not None]
-        _known[store] = places
-    return _known[store]
+        _known[id(store)] = places
+        weakref.finalize(store, _known.pop, id(store)).atexit = False
+    return _known[id(store)]
 
 
 def _place_in_file(array: Array) -> _Place | None:
