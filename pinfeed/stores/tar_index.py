@@ -6,10 +6,10 @@ import contextlib
 import os
 import re
 import tarfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -70,11 +70,11 @@ class TarIndex:
             if not keys or key != keys[-1]:
                 keys.append(key)
                 starts.append(len(members))
-                seen.clear()
+                seen = {"__key__"}
             if extension in seen:
                 raise StoreError(
                     f"{path}: {member.name!r} is the second member of its sample with the "
-                    f"extension {extension!r}; expected different extensions; rename it"
+                    f"extension {extension!r}; expected different ones, not '__key__'; rename it"
                 )
             seen.add(extension)
             kind = extensions.setdefault(extension, len(extensions))
@@ -102,7 +102,7 @@ class TarIndex:
                 index = cls(path, **arrays)
         except FileNotFoundError:
             raise FileMissing(f"{path} has no index, {index_path(path)}; {todo}") from None
-        except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, ValueError, TypeError, RuntimeError, BadZipFile) as error:
             raise StoreError(f"{index_path(path)} is not an index ({error}); {todo}") from None
         index.require(version)
         return index

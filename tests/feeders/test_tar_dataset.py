@@ -170,7 +170,11 @@ def test_a_missing_or_damaged_index_says_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar", numbers(5))
     with pytest.raises(FileMissing, match=f"x.tar has no index.*run: pinfeed index {path}"):
         TarDataset(path)
-    for data in (b"", b"text", b"PK\x03\x04"):
+    TarDataset.write_index(path)
+    whole = (tmp_path / "x.tar.index").read_bytes()
+    flags = whole.index(b"PK\x01\x02") + 8
+    encrypted = whole[:flags] + b"\x01" + whole[flags + 1 :]
+    for data in (b"", b"text", b"PK\x03\x04", encrypted):
         (tmp_path / "x.tar.index").write_bytes(data)
         with pytest.raises(StoreError, match=r"is not an index .*run: pinfeed index"):
             TarDataset(path)
@@ -209,6 +213,9 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
             TarDataset.write_index(path)
     write(tmp_path / "x.tar", [("0.a", b""), ("0.A", b"")])
     with pytest.raises(StoreError, match=r"'0.A' is the second member .* extension 'a'"):
+        TarDataset.write_index(path)
+    write(tmp_path / "x.tar", [("0.__key__", b"")])
+    with pytest.raises(StoreError, match=r"not '__key__'"):
         TarDataset.write_index(path)
 
 
