@@ -88,16 +88,17 @@ def _sums(weights: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """
     expected = "expected finite numbers of 0 or more, shape (n_rows,), with a sum above 0"
     try:
-        given = np.asarray(weights)
+        # A masked array keeps its mask: rows without a weight are refused.
+        given = np.asanyarray(weights)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"weights: {described(error)}; {expected}") from None
     if given.ndim != 1 or not len(given) or given.dtype.kind not in "iuf":
         raise ArgumentError(f"weights: got shape {given.shape} of {given.dtype}; {expected}")
-    wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
+    wrong = np.flatnonzero(~np.ma.filled(np.isfinite(given) & (given >= 0), False))
     if len(wrong):
         raise ArgumentError(f"weights: row {wrong[0]} has {given[wrong[0]]}; {expected}")
     with np.errstate(over="ignore"):
-        sums = np.cumsum(given, dtype=np.float64)
+        sums = np.cumsum(np.asarray(given), dtype=np.float64)
     if not 0 < sums[-1] < np.inf:
         raise ArgumentError(f"weights: their sum is {sums[-1]}; {expected}")
     sums /= sums[-1]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -47,9 +47,10 @@ class _Place(NamedTuple):
             return True
 
 
-# A loop compares every two tables, and the kernel takes a millisecond to list mapped files. The
-# places keep no arrays, because the memory of an array may refer to the store.
-_known: WeakKeyDictionary[Store, list[_Place]] = WeakKeyDictionary()
+# A loop compares every two tables, and the kernel takes a millisecond to list mapped files. The key
+# is the id of a store that lives, because stores of the user may be equal or have no hash. A place
+# keeps no array, because the memory of an array may refer to the store.
+_known: dict[int, list[_Place]] = {}
 
 
 def share_rows(one: Store, other: Store) -> bool:
@@ -79,14 +80,14 @@ def _files(store: Store) -> set[FileKey | None]:
 
 def _places(store: Store) -> list[_Place]:
     """Return the memory of the rows of a store, and the parts of files that are mapped there."""
-    # Objects of other classes need not be hashable.
     if not isinstance(store, (ArrayStore, ArrowStore)):
         return []
-    if store not in _known:
+    if id(store) not in _known:
         arrays = [store.array] if isinstance(store, ArrayStore) else store.arrays
         may_be_mapped = not isinstance(store, PinnedStore)
-        _known[store] = [place for one in arrays for place in _places_of(one, may_be_mapped)]
-    return _known[store]
+        _known[id(store)] = [place for one in arrays for place in _places_of(one, may_be_mapped)]
+        weakref.finalize(store, _known.pop, id(store)).atexit = False
+    return _known[id(store)]
 
 
 def _places_of(array: Array, may_be_mapped: bool) -> Iterator[_Place]:

@@ -69,11 +69,11 @@ class TarIndex:
             if not keys or key != keys[-1]:
                 keys.append(key)
                 starts.append(len(members))
-                seen.clear()
+                seen = {"__key__"}
             if extension in seen:
                 raise StoreError(
                     f"{path}: {member.name!r} is the second member of its sample with the "
-                    f"extension {extension!r}; expected different extensions; rename it"
+                    f"extension {extension!r}; expected different ones, not '__key__'; rename it"
                 )
             seen.add(extension)
             kind = extensions.setdefault(extension, len(extensions))

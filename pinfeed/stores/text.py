@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import StoreError
+from pinfeed.errors import ReadError, StoreError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.arrow import ArrowStore, is_text_type
@@ -82,23 +82,33 @@ class TextStore(ClosedOnExit):
         Raises:
             RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array
                 of integers.
+            ReadError: If a row is not in UTF-8, which Arrow does not check.
         """
         rows = check_rows(rows, self.n_rows)
         if self._indices is not None:
             numbers = np.empty(len(rows), self._indices.dtype)
             self._indices.gather(rows, numbers)
             rows = check_rows(numbers, len(self._texts), f"{self._name}: indices")
-        texts = self._texts
-        if not isinstance(texts, np.ndarray):
-            if texts.num_chunks > 1 or str(texts.type) == "string_view":
-                # Arrow would join all chunks to take rows of them, and cannot take string views.
-                return [texts[row].as_py() for row in rows.tolist()]
-            texts = texts.chunk(0)
-        found: list[str | None] = texts.take(rows).tolist()
-        return found
+        try:
+            return _taken(self._texts, rows)
+        except UnicodeDecodeError as error:
+            raise ReadError(
+                f"{self._name}: a row is not in UTF-8 ({error}); expected text; write it in UTF-8"
+            ) from None
 
     def close(self) -> None:
         """Do nothing, because the store has opened nothing."""
+
+
+def _taken(texts: Any, rows: Rows) -> list[str | None]:
+    """Return rows of what ``_checked`` returned."""
+    if not isinstance(texts, np.ndarray):
+        if texts.num_chunks > 1 or str(texts.type) == "string_view":
+            # Arrow would join all chunks to take rows of them, and cannot take string views.
+            return [texts[row].as_py() for row in rows.tolist()]
+        texts = texts.chunk(0)
+    found: list[str | None] = texts.take(rows).tolist()
+    return found
 
 
 def is_text(column: Any) -> bool:

@@ -229,6 +229,9 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "x.tar", [("0.a", b""), ("0.A", b"")])
     with pytest.raises(StoreError, match=r"'0.A' is the second member .* extension 'a'"):
         TarDataset.write_index(path)
+    write(tmp_path / "x.tar", [("0.__key__", b"")])
+    with pytest.raises(StoreError, match=r"not '__key__'"):
+        TarDataset.write_index(path)
 
 
 def test_urls_are_refused() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import pinfeed
 from pinfeed import ArrowStore, Config, Feeder, MiB, ParquetStore, RowDataset, TextStore
-from pinfeed.errors import ArgumentError, RowIndexError, StoreError, WriteBackError
+from pinfeed.errors import ArgumentError, ReadError, RowIndexError, StoreError, WriteBackError
 from pinfeed.testing import SimDevice
 
 N = 300
@@ -237,6 +237,17 @@ def test_rows_out_of_range_are_refused(row: int) -> None:
 def test_other_columns_are_refused(column: Any, found: str) -> None:
     with pytest.raises(StoreError, match=found):
         TextStore(column)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_text_in_another_encoding_is_an_error_of_its_column(depth: int) -> None:
+    ends, data = (pa.py_buffer(part) for part in (np.array([0, 1, 2], "i4"), b"a\xe9"))
+    latin = pa.StringArray.from_buffers(2, ends, data)
+    with (
+        Feeder(TextStore(latin, name="title"), batch_size=1, depth=depth) as feeder,
+        pytest.raises(ReadError, match=r"title: a row is not in UTF-8 .*0xe9"),
+    ):
+        list(feeder)
 
 
 def test_errors_name_the_text_store(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_rows_of_a_part_are_drawn_by_their_weights() -> None:
         ([0, 0.0], "their sum is 0.0"),
         ([1e308, 1e308], "their sum is inf"),
         ([[1], [1, 2]], "weights: "),
+        (np.ma.masked_array([1, 2], [False, True]), "row 1 has --"),
     ],
 )
 def test_other_weights_are_refused(weights: Any, problem: str) -> None:

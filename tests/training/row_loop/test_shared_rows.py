@@ -1,6 +1,7 @@
 """Tables that share rows, in memory or in a file: a write of one is never lost to the other."""
 
 import copy
+import dataclasses
 import mmap
 import os
 import threading
@@ -19,6 +20,7 @@ from pinfeed import (
     NpyStore,
     PinnedStore,
     RowOptimizer,
+    Store,
     errors,
     read_rows,
 )
@@ -268,6 +270,39 @@ def test_evaluating_ends_no_loop_over_a_frozen_table() -> None:
         with loop.evaluating():
             pass
     assert [batch["id"].item() for batch in reading] == [1, 2]
+
+
+@dataclasses.dataclass
+class Rows(Store):
+    """A store without a hash."""
+
+    values: np.ndarray
+    row_shape: tuple[int, ...] = (DIM,)
+    writable: bool = True
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.values.dtype
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.values)
+
+    def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+        out[...] = self.values[rows]
+
+    def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+        self.values[rows] = values
+
+
+def test_stores_that_are_dataclasses_are_trained_together() -> None:
+    tables = [HostEmbedding(N, DIM, store=Rows(np.ones((N, DIM), np.float32))) for _ in range(2)]
+    optimizer = RowOptimizer(torch.optim.SGD, tables, lr=1.0)
+    for ids in train_rows([torch.tensor([2])], dict.fromkeys(tables, itself), optimizer=optimizer):
+        sum(table(ids).sum() for table in tables).backward()
+        optimizer.step()
+    for table in tables:
+        assert table.read([1, 2]).tolist() == [[1] * DIM, [0] * DIM]
 
 
 def test_a_loop_may_be_collected_while_tables_are_compared() -> None:
