@@ -34,12 +34,12 @@ the earlier ones, so an epoch needs no memory, and resumes anywhere. Orders can 
 # - SamplerBatches are those of a sampler, an array or a list. A state has a checksum of the rows.
 
 from pinfeed.rows.blocks import block_shuffled, chunk_shuffled
+from pinfeed.rows.bucketed import bucketed
 from pinfeed.rows.mixtures import mixed
 from pinfeed.rows.orders import Order, drawn, sequential, shuffled
 from pinfeed.rows.packed import packed
 from pinfeed.rows.ragged_batches import element_batches
 from pinfeed.rows.ranks import per_rank
-from pinfeed.rows.row_lengths import bucketed
 from pinfeed.rows.subsets import split, where
 from pinfeed.rows.weighted import weighted
 

@@ -21,12 +21,9 @@ from pinfeed.stores.byte_ranges import (
     RANGE_BYTES,
     ByteRange,
     RemoteFile,
-    answers_of,
     fetch,
     groups_of,
     ranges_of,
-    require_connected,
-    result_or_error,
     version_of,
 )
 from pinfeed.stores.file_store import RowLayout, ShardedStore, as_bytes
@@ -34,6 +31,7 @@ from pinfeed.stores.formats import FileFormat, register
 from pinfeed.stores.libraries import imported
 from pinfeed.stores.npy_header import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
+from pinfeed.stores.retries import answers_of, require_connected, result_or_error
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool

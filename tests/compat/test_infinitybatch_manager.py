@@ -23,7 +23,7 @@ from pinfeed.compat.infinitybatch import (
     InfinityBatchWarning,
     Record,
 )
-from pinfeed.compat.infinitybatch.history import MissingCalls
+from pinfeed.compat.infinitybatch.missing_calls import MissingCalls
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:there is no CUDA device"),

@@ -16,7 +16,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem, get_loop
 from fsspec.implementations.memory import MemoryFileSystem
 
-from pinfeed.stores import byte_ranges
+from pinfeed.stores import retries
 
 # Start fsspec's thread now, because it stays, and would count as a leak of a test.
 get_loop()
@@ -112,7 +112,7 @@ def urls_of(protocol: str, array: np.ndarray, tmp_path: Path, cuts: list[int]) -
 def fresh_file_systems() -> Iterator[None]:
     """Empty file systems, and no delay before a request is repeated."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_ranges, "_FIRST_DELAY_S", 0)
+        patch.setattr(retries, "_FIRST_DELAY_S", 0)
         for fs in (MemoryFileSystem, Shaky):
             fs.store.clear()
         Shaky.faults.clear()

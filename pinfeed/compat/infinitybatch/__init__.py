@@ -46,8 +46,9 @@ are new. The authors of the original planned most of them.
 from __future__ import annotations
 
 from pinfeed.compat.infinitybatch import tools
-from pinfeed.compat.infinitybatch.history import History, InfinityBatchWarning, Record
+from pinfeed.compat.infinitybatch.history import History, Record
 from pinfeed.compat.infinitybatch.infinity_batch import InfinityBatch, InfinityBatchError
+from pinfeed.compat.infinitybatch.missing_calls import InfinityBatchWarning
 
 __all__ = [
     "History",

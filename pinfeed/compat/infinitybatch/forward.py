@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pinfeed.compat.infinitybatch.history import warn
+from pinfeed.compat.infinitybatch.missing_calls import warn
 from pinfeed.errors import ArgumentError, EstimateError
 from pinfeed.memory import limits
 from pinfeed.tensors.numpy_torch import version_of

@@ -15,11 +15,10 @@ from pinfeed.compat.infinitybatch.history import (
     History,
     Means,
     Metrics,
-    MissingCalls,
     Recorder,
     check_metrics,
-    warn,
 )
+from pinfeed.compat.infinitybatch.missing_calls import MissingCalls, warn
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.loader_source import check_loader
