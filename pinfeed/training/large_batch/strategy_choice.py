@@ -133,13 +133,14 @@ def choose_strategy(
         if is_right(strategy):
             size = size_of_chunks(strategy, n, chunk_size, predictor)
             return StrategyChoice(strategy, min(size, n), _why_chunks(strategy, problems))
-    why = f"chunks do not give its gradients ({_described(problems)}) and"
+    fits = "the whole batch fits if" if failed is None else f"{failed!r} ran out of memory, so"
+    why = f"chunks do not give its gradients ({_described(problems)}) and {fits}"
     whole = list(_HOW_WHOLE)
     for strategy in whole[whole.index(failed) + 1 if failed in whole else 0 :]:
         if failed is None and (predictor is None or not predictor.fits(strategy, n)):
             continue
         if not recomputes(strategy) or (can_be_recomputed(spec.model) and is_right(strategy)):
-            why = f"{why} the whole batch fits if {_HOW_WHOLE[strategy]}"
+            why = f"{why} {_HOW_WHOLE[strategy]}"
             room = 0 if predictor is None else predictor.room_for_activations(strategy, n)
             return StrategyChoice(strategy, n, why, room)
     raise _no_strategy(n, problems)

@@ -235,6 +235,7 @@ def test_the_next_strategy_follows_one_that_does_not_fit(n_passes: int) -> None:
         big.backward(X, Y)
         assert big.chosen is not None
         assert (big.chosen.strategy, big.n_halved) == (WHOLE[n_passes], 0)
+        assert not n_passes or f"{WHOLE[n_passes - 1]!r} ran out of memory" in str(big.chosen)
         assert torch.equal(gradients(model), gradients(plain))
         assert all(map(torch.equal, model.buffers(), plain.buffers()))
         # The next batch begins with the strategy that fits.
